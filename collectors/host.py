@@ -19,9 +19,9 @@ from pydantic import Field
 
 from opsd.collectors.base import Metric, MetricKind, Plugin, Reading, Sample
 from opsd.collectors.lib.clock import ClockState, read_clock
-from opsd.collectors.lib.gpu_bus import LABELS as BUS_LABELS
-from opsd.collectors.lib.gpu_bus import METRICS as BUS_METRICS
-from opsd.collectors.lib.gpu_bus import GpuBus
+from opsd.collectors.lib.pci import LABELS as BUS_LABELS
+from opsd.collectors.lib.pci import METRICS as BUS_METRICS
+from opsd.collectors.lib.pci import GpuBus
 from opsd.collectors.lib.storage.mounts import mount_of, read_mounts, way_to
 from opsd.settings.section import AnyPath, CollectorSettings
 

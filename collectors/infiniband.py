@@ -16,9 +16,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from opsd.collectors.base import Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Event, Metric, MetricKind, MonotonicCounter, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.ib_link import ACTIVE, ACTIVE_DEFER, Happening, LinkHistory, PortReading
-from opsd.collectors.lib.monotonic_counter import MonotonicCounter
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.settings.section import AnyPath, CollectorSettings
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
-from opsd.settings.spare import SpareSettings
+from opsd.settings.sections import SpareSettings
 
 FILE: Final = "spare.json"
 """In the state folder of the agent; written by ``opsd.spares.state``."""

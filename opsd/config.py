@@ -22,14 +22,16 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from opsd.collectors import plugins
 from opsd.files import SYSTEM_FILE, read_settings
-from opsd.settings.agent import AgentSettings
-from opsd.settings.cost import CostSettings
-from opsd.settings.notify import NotifySettings
 from opsd.settings.policy import PolicySettings
-from opsd.settings.preflight import PreflightSettings
-from opsd.settings.repair import RepairSettings
 from opsd.settings.section import Section
-from opsd.settings.spare import SpareSettings
+from opsd.settings.sections import (
+    AgentSettings,
+    CostSettings,
+    NotifySettings,
+    PreflightSettings,
+    RepairSettings,
+    SpareSettings,
+)
 
 S = TypeVar("S", bound=Section)
 

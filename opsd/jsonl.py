@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opsd.background import Work, run_now
 from opsd.durable import is_named
+from opsd.threads import Work, run_now
 from opsd.words import remedy
 
 METRICS = "metrics.jsonl"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.jobs import is_halted, owner
 from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.runs import is_halted, owner
 from opsd.runbooks.lib.signals import said
 
 IDLE = "opsd_gpu_job_idle_seconds"

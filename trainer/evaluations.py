@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from opsd.background import Work, run_now
 from opsd.checkpoints.manifest import folder_of, steps
 from opsd.client import Reporter
 from opsd.evaluations.queue import Queue, Saved, left
+from opsd.threads import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
 from opsd.trainer.data.shards import DataError
 from opsd.trainer.data.texts import read_texts

@@ -33,8 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from opsd.background import Work, run_now
 from opsd.jsonl import Appender
+from opsd.threads import Work, run_now
 from opsd.trainer.config import Config
 from opsd.trainer.data_settings import Shape
 

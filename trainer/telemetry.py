@@ -20,10 +20,10 @@ from typing import Any, Final
 
 import torch
 
-from opsd.background import Background, Work, run_now
 from opsd.client import Reporter
 from opsd.events import DataMixture
 from opsd.jsonl import METRICS, Appender
+from opsd.threads import Background, Work, run_now
 from opsd.trainer.config import Config
 from opsd.trainer.counts import flops_per_token
 from opsd.trainer.data.mixture import Mixture

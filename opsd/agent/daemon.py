@@ -42,8 +42,7 @@ from opsd.launch.io.control import ControlServer
 from opsd.launch.io.loop import Loop as SocketLoop
 from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
-from opsd.slurm.deferred import DeferredUpdates, keep_applying
-from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.deferred import DeferredUpdates, SlurmDrainer, keep_applying
 from opsd.slurm.ownership import Rules
 from opsd.words import printable
 

@@ -14,9 +14,8 @@ from opsd.agent.lifecycle import IncidentRules
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
 from opsd.runbooks.lib.gpus import gpu_of, loaded, rank_on
-from opsd.runbooks.lib.jobs import with_job
 from opsd.runbooks.lib.kernel_faults import BOOT_TIME
-from opsd.runbooks.lib.runs import ranks_of, run_of
+from opsd.runbooks.lib.runs import ranks_of, run_of, with_job
 from opsd.runbooks.lib.signals import latest
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from opsd.runbooks.base import Action, Incident
-from opsd.settings.policy import Override, PolicySettings
-from opsd.settings.silences import Silence, active_silence
+from opsd.settings.policy import Override, PolicySettings, Silence, active_silence
 
 HOUR_S = 3600.0
 HARMLESS = frozenset({"notify"})

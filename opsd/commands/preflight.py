@@ -31,8 +31,7 @@ from opsd.commands.options import (
     report_targets,
 )
 from opsd.commands.output import output_console, written
-from opsd.commands.preflight_drill import node_drill
-from opsd.commands.preflight_network import exit_code, network
+from opsd.commands.preflight_network import exit_code, network, node_drill
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight import burnin

@@ -34,14 +34,14 @@ from opsd.repair.pair import Pair
 from opsd.repair.parts import RemoteDriver, RemoteTests
 from opsd.repair.release import release
 from opsd.repair.repair_plan import Case, Remedy, RepairLimits, Step, closed
-from opsd.settings.silences import active_silence
+from opsd.settings.policy import active_silence
 from opsd.slurm import node_comment
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 from opsd.spares import readiness, state
-from opsd.spares.eligibility import has_requirements
+from opsd.spares.pool import has_requirements
 
 ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from opsd.background import Work, run_now
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
 from opsd.events import Evaluation
 from opsd.jsonl import new_lines, read_positions, write_positions
+from opsd.threads import Work, run_now
 
 RESULTS, SCORES = "evaluations.jsonl", "scores"
 """In the run folder: one line per evaluation, and a folder for each with the scores of single items."""

@@ -61,6 +61,10 @@ class UnfitError(NotMeasuredError):
     verdict = Verdict.FAIL
 
 
+class Interrupted(Exception):
+    """The user interrupted the check; raised by what it tells of its progress."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Absolute bounds of a measure. A value that is worse than a bound gets that verdict."""

@@ -32,7 +32,7 @@ from opsd.preflight.judge import Yardsticks
 from opsd.preflight.network.plan import NETWORK
 from opsd.preflight.report import Report
 from opsd.preflight.training import demand_by
-from opsd.settings.preflight import PreflightSettings
+from opsd.settings.sections import PreflightSettings
 
 HISTORY: Final = "preflight.sqlite"
 BURN_IN_H: Final = 24.0

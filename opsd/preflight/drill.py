@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opsd.control import ControlError, ask_launcher
 from opsd.files import write_text
-from opsd.preflight.base import Check, Context, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.base import Check, Context, Finding, Interrupted, Measure, Measurement, Outcome, Verdict
 from opsd.slurm.hostlist import compress
 
 if TYPE_CHECKING:
@@ -179,10 +179,6 @@ class Drill:
             f"--port={self.port}", f"--run-id={RUN}", f"--run-dir={self.folder}", "--redirects=3",
             *program(self.context, self.config, self.folder, STEPS, self.batch(), SETTINGS),
         ]  # fmt: skip
-
-
-class Interrupted(Exception):
-    """The user interrupted the drill."""
 
 
 @contextmanager

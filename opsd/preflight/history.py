@@ -1,7 +1,6 @@
 """The node's earlier preflights: one SQLite file in the state folder.
 
 Each run is stored whole as JSON, and its values also as rows, so that trends need no parsing.
-
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from opsd.preflight.base import Check, Verdict, quantity
 from opsd.preflight.engine import select
 from opsd.preflight.judge import Past, SeriesKey, mad
 from opsd.preflight.report import Report, ReportError
-from opsd.settings.preflight import PreflightSettings
+from opsd.settings.sections import PreflightSettings
 from opsd.slurm.ownership import PreflightResult
 from opsd.words import reason
 

@@ -17,8 +17,8 @@ from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import is_whole
 from opsd.preflight.report import Report
 from opsd.slurm.connect import choose
+from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import PreflightResult, Rules, give_back, note_test
 from opsd.slurm.port import Slurm, SlurmError
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 from opsd import __version__
 from opsd.durable import replacing
 from opsd.preflight.history import History, HistoryError
-from opsd.repair import nvml_state
+from opsd.repair import driver
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.machine import RemedyError, Run, run_command
 from opsd.runbooks import RUNBOOKS
@@ -179,7 +179,7 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
         "kernel-ring.txt": said("dmesg", "--kernel", "--time-format=iso", of=kernel),
         "nvidia-smi.txt": said("nvidia-smi", "-q", of=processes),
         "pci.txt": said("lspci", "-vvv", "-d", "10de:"),
-        "nvml.json": reading(lambda: json.dumps(nvml_state.read(sources.library, sources.run), indent=1)),
+        "nvml.json": reading(lambda: json.dumps(driver.read(sources.library, sources.run), indent=1)),
         "incidents.json": lambda: _incidents(sources.state_dir / "journal.db"),
         "repairs.json": lambda: _repairs(CaseFile(sources.state_dir)),
         "preflights.json": lambda: _preflights(History(sources.preflights), sources.node),

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from opsd.collectors.lib.clock import boot_id, uptime_s
-from opsd.collectors.lib.gpu_holders import gpu_holders
-from opsd.collectors.lib.processes import identify, is_dynamic, is_service, service_of, start_time, user_of
+from opsd.collectors.lib.processes import gpu_holders, identify, is_dynamic, is_service, service_of, start_time, user_of
 from opsd.repair.repair_plan import HELD
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")

@@ -9,7 +9,7 @@ from opsd.collectors import infiniband, nvme
 from opsd.collectors import slurm as slurm_collector
 from opsd.collectors.base import Metric
 from opsd.collectors.lib.nvml import series as nvml
-from opsd.collectors.lib.nvml.throttle import REASONS
+from opsd.collectors.lib.nvml.gpu import REASONS
 from opsd.collectors.lib.storage import series as storage_series
 from opsd.scenarios.signals import Signal
 

@@ -3,6 +3,8 @@
 The files are in ``<state folder>/slurm-orders``. An agent that may apply them creates that folder; without it, no
 update is kept. Applying an update twice is harmless: a drained node stays drained, and an update that newer events have
 superseded is dropped.
+
+Draining this node in Slurm: off unless configured, by the rules of the cluster, never without Slurm's answer.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from pydantic import TypeAdapter, ValidationError
 from opsd.durable import make_folder
 from opsd.files import write_text
 from opsd.slurm import node_comment, ownership
+from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.ownership import PreflightResult, Rules
-from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 
 FOLDER = "slurm-orders"
 VALID_S = 86_400.0
@@ -163,3 +166,39 @@ def _read(path: Path) -> DeferredUpdate | None:
         return _UPDATE.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+class SlurmDrainer:
+    """Drains ``node`` within ``rules``. ``slurm`` is called at each use.
+
+    What Slurm did not answer to waits in ``updates``, if there are any, and is done once it answers.
+    """
+
+    def __init__(
+        self, slurm: Callable[[], Slurm], node: str, rules: Rules, updates: DeferredUpdates | None = None
+    ) -> None:
+        self._connect, self._node, self._rules, self._updates = slurm, node, rules, updates
+
+    def __call__(self, node: str, reason: str) -> str:
+        """Drain ``node`` and say what was done; ``reason`` gets opsd's prefix if it lacks it. Raises SlurmError.
+
+        Agents of several nodes may see the same free place and take it at the same time. Each looks again afterwards,
+        and those who came last give their node back.
+        """
+        if node != self._node:
+            raise SlurmRejected(f"this agent drains {self._node} only, not {node}")
+        told = reason if reason.startswith(OWN_PREFIX) else f"{OWN_PREFIX} {reason}"
+        try:
+            fresh = ownership.drain(self._connect(), [node], told, self._rules)
+        except SlurmUnavailable as error:
+            raise SlurmUnavailable(f"Slurm: {error}{self._later(node, told)}") from error
+        except (SlurmError, ValueError) as error:
+            raise SlurmRejected(f"Slurm: {error}") from error
+        return f"drained {node}" if fresh else f"{node} was drained by opsd already"
+
+    def _later(self, node: str, told: str) -> str:
+        if self._updates is not None:
+            with suppress(OSError):
+                self._updates.put(DeferredUpdate("drain", (node,), time.time(), told))
+                return f"; {node} is drained once Slurm answers"
+        return ""

@@ -1,7 +1,7 @@
 """The Slurm port: its values, its errors, and the one Protocol that the rest of opsd uses.
 
 There are two implementations: ``CommandSlurm`` in opsd.slurm.commands runs Slurm's commands, ``PyslurmSlurm`` in
-opsd.slurm.bindings uses pyslurm. Every method returns or raises within the deadline of its implementation. Errors are
+opsd.slurm.connect uses pyslurm. Every method returns or raises within the deadline of its implementation. Errors are
 always a ``SlurmError`` with a one-sentence message; the subclass tells whether a retry makes sense.
 """
 

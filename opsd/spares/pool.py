@@ -1,13 +1,22 @@
-"""The pool of spares in Slurm: nodes of the reservation, and nodes whose comment says that they are spares."""
+"""The pool of spares in Slurm: nodes of the reservation, and nodes whose comment says that they are spares.
+
+Whether this node may replace another one in a run; its launcher asks, which may be an ordinary user's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from opsd.collectors.spare import FILE
+from opsd.config import Settings
+from opsd.settings.sections import SpareSettings
 from opsd.slurm import node_comment
 from opsd.slurm.ownership import day
-from opsd.slurm.port import Node, Slurm, SlurmRejected
+from opsd.slurm.port import Node, Slurm, SlurmError, SlurmRejected
+from opsd.spares import state
+from opsd.spares.state import SpareState
 
 FLAGS = "REPLACE_DOWN"
 """Slurm replaces a node that goes down (0.3 to 1.1 s, measured on 22.05 and 25.11)."""
@@ -81,3 +90,43 @@ def _why_not(node: Node, told: str, at: float, max_age_s: float, now: float) -> 
     if now - at > max_age_s:
         return f"it was ready at {day(at)}, which is too long ago; run `opsd spare verify` on it"
     return ""
+
+
+class EligibilityUnknownError(OSError):
+    """Whether the node is ready cannot be determined at the moment."""
+
+
+def why_not(settings: Settings, slurm: Callable[[], Slurm], clock: Callable[[], float] = time.time) -> str:
+    """Why ``agent.node`` must not replace another node, "" if it may, or if spares have no requirements here.
+
+    The answer is in the agent's state folder, or, for a user who may not read that, in the node's comment in Slurm.
+    Raises EligibilityUnknownError if neither can be read.
+    """
+    if not has_requirements(settings.spare):
+        return ""
+    try:
+        (settings.agent.state_dir / FILE).stat()
+    except PermissionError:
+        return _by_comment(slurm, settings, clock())
+    except OSError:
+        pass
+    return (state.read(settings.agent.state_dir) or SpareState()).why_not_ready(clock())
+
+
+def has_requirements(settings: SpareSettings) -> bool:
+    """Whether these settings require anything of a spare."""
+    return settings.enabled and bool(settings.source or settings.software)
+
+
+def _by_comment(slurm: Callable[[], Slurm], settings: Settings, now: float) -> str:
+    node, folder = settings.agent.node, settings.agent.state_dir
+    try:
+        port = slurm()
+        (found,) = judge(port.nodes([node]), port.comments([node]), {node}, settings.spare.max_age_s, now)
+    except ValueError:
+        return f"whether it is ready cannot be known: {folder} cannot be read here, and Slurm has no node {node}"
+    except SlurmError as error:
+        raise EligibilityUnknownError(
+            f"whether it is ready cannot be known: {folder} cannot be read here, and {error}"
+        ) from error
+    return found.why_not

@@ -15,7 +15,7 @@ from opsd.preflight.checks import CHECKS, versions
 from opsd.preflight.command import HISTORY
 from opsd.preflight.history import History, newest
 from opsd.preflight.report import Report
-from opsd.settings.spare import SpareSettings
+from opsd.settings.sections import SpareSettings
 from opsd.slurm.ownership import PreflightResult, day
 from opsd.slurm.port import Slurm
 from opsd.spares import pool, state

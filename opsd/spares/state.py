@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from opsd.collectors.spare import FILE
 from opsd.files import write_text
-from opsd.settings.spare import SpareSettings
+from opsd.settings.sections import SpareSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from opsd.agent.window import Window
 from opsd.collectors.base import Reading
 from opsd.collectors.ranks import RanksCollector
-from opsd.runbooks.lib.straggler_news import announced
+from opsd.runbooks.straggler import announced
 from tests.fakes.nodes import Nodes
 
 IN_STEP = """

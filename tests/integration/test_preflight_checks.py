@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from rich.console import Console
 
-from opsd.collectors.lib.nvml.throttle import REASONS
+from opsd.collectors.lib.nvml.gpu import REASONS
 from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage

@@ -13,7 +13,7 @@ from opsd.agent.actions import Executor
 from opsd.agent.swap import planned_swap
 from opsd.commands.swap import swap
 from opsd.runbooks.base import Action
-from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from tests.fakes.launched import TRAIN

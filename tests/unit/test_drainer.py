@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opsd.agent.actions import Executor
 from opsd.runbooks.base import Action
-from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.ownership import Refused, Rules, allowance, drain_objections, held, kind_of, surplus, take_over
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm

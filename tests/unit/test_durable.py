@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from opsd import durable
-from opsd.checkpoints.exclusive import put
+from opsd.checkpoints.claims import put
 from opsd.commands.checkout import ROOT
 from opsd.durable import draft_of
 from tests.fakes.faults import Faults, calls

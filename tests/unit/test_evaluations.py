@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Event
-from opsd.collectors.lib.user_series import MAX_NAMES, evaluations
+from opsd.collectors.lib.rank_series import MAX_NAMES, evaluations
 
 
 def evaluation(**data: Any) -> Event:

@@ -8,7 +8,7 @@ import pytest
 
 from opsd.agent.window import Window
 from opsd.collectors.base import Reading, Sample
-from opsd.collectors.lib.gpu_bus import RELEASES, GpuBus
+from opsd.collectors.lib.pci import RELEASES, GpuBus
 from opsd.runbooks import gpu_driver_failed
 from tests.fakes.facts import rank
 from tests.fakes.incidents import WALL, incident
@@ -28,7 +28,7 @@ ROOT = "27 1 259:2 / / rw - ext4 /dev/nvme0n1p2 rw\n"
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A node with two GPUs, one without a driver, and a third that belongs to virtual machines."""
-    monkeypatch.setattr("opsd.collectors.lib.gpu_bus.sees_all_processes", lambda _proc: True)
+    monkeypatch.setattr("opsd.collectors.lib.pci.sees_all_processes", lambda _proc: True)
     for name, (vendor, kind, driver) in DEVICES.items():
         folder = tmp_path / "sys/bus/pci/devices" / name
         write_tree(folder, {"vendor": vendor, "class": kind})
@@ -78,13 +78,13 @@ def test_a_container_s_library_is_not_the_node_s(node: Path) -> None:
 
 def test_a_container_of_its_own_says_nothing(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sees the whole bus and was given some of the GPUs."""
-    monkeypatch.setattr("opsd.collectors.lib.gpu_bus.sees_all_processes", lambda _proc: False)
+    monkeypatch.setattr("opsd.collectors.lib.pci.sees_all_processes", lambda _proc: False)
     assert look(node) == []
 
 
 def test_a_node_without_nvidia_has_no_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither devices nor a module."""
-    monkeypatch.setattr("opsd.collectors.lib.gpu_bus.sees_all_processes", lambda _proc: True)
+    monkeypatch.setattr("opsd.collectors.lib.pci.sees_all_processes", lambda _proc: True)
     assert look(tmp_path) == []
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from opsd.collectors.lib.gpu_holders import MAJOR, character_device, gpu_holders
+from opsd.collectors.lib.processes import MAJOR, character_device, gpu_holders
 from tests.fakes.fuse import FUSE, silent_mount
 from tests.fakes.gpu_device import gpu_device
 
 HOLDS = "import os, sys; os.open(sys.argv[1], os.O_PATH); print('open', flush=True); sys.stdin.read()"
-STATS = "import sys; from opsd.collectors.lib.gpu_holders import character_device as look; print(look(sys.argv[1]))"
+STATS = "import sys; from opsd.collectors.lib.processes import character_device as look; print(look(sys.argv[1]))"
 
 
 def has_open(proc: Path, pid: int, *files: str) -> None:

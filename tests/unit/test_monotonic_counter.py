@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.monotonic_counter import MonotonicCounter
+from opsd.collectors.base import MonotonicCounter
 
 
 @given(st.lists(st.integers(0, 1 << 29), min_size=1))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from opsd.repair import nvml_state
+from opsd.repair import driver
 from opsd.repair.machine import RemedyError, run_command
 from opsd.repair.retest import Preflight
-from opsd.slurm.bindings import Worker
+from opsd.slurm.connect import Worker
 from opsd.slurm.port import SlurmError
 
 SPY = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()"
@@ -28,7 +28,7 @@ def _ask_slurm() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: nvml_state.read("/no/such/library", run_command),
+        lambda: driver.read("/no/such/library", run_command),
         lambda: Preflight(["--no-such-option"], "quick")([]),
         _ask_slurm,
     ],

@@ -18,9 +18,9 @@ from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import status
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
 from opsd.agent.web.html import STYLE, h
+from opsd.agent.web.incident_page import runbook_list, runbook_page
 from opsd.agent.web.node_page import gpu_state, node_page
 from opsd.collectors import repairs, spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact

@@ -16,8 +16,8 @@ pytest.importorskip("numpy")
 
 from opsd.commands.preflight import preflight
 from opsd.commands.settings import BadConfig
-from opsd.preflight.base import Context, Outcome, Verdict
-from opsd.preflight.drill import VICTIM, Drill, Interrupted, lead, take_part
+from opsd.preflight.base import Context, Interrupted, Outcome, Verdict
+from opsd.preflight.drill import VICTIM, Drill, lead, take_part
 from opsd.trainer.config import load
 from tests.fakes.clock import eventually
 

@@ -8,7 +8,7 @@ import pytest
 
 from opsd.preflight.history import History, newest
 from opsd.preflight.report import Report
-from opsd.settings.preflight import PreflightSettings
+from opsd.settings.sections import PreflightSettings
 from opsd.slurm.ownership import PreflightResult
 from tests.fakes.preflight_checks import good, make
 from tests.fakes.preflight_reports import ABSENT, GEMM, VERSIONS, report

@@ -40,7 +40,7 @@ from opsd.preflight.network.rendezvous import (
     resolve,
 )
 from opsd.preflight.report import Report, Result, Value
-from opsd.settings.preflight import PreflightSettings
+from opsd.settings.sections import PreflightSettings
 
 RANKS = st.integers(2, 60)
 

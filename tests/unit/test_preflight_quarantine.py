@@ -14,7 +14,7 @@ from opsd.preflight.report import Report, Result
 from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseFile
 from opsd.slurm import node_comment
-from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmError
 from tests.fakes.preflight_reports import DISK, FULL_MEMORY, GEMM, LEFTOVERS, VERSIONS, report

@@ -15,7 +15,7 @@ import pytest
 from opsd.collectors.lib.processes import DEAD, process_letter
 from opsd.repair.driver import NvidiaDriver
 from opsd.repair.machine import SAID_BYTES, NodeMachine, RemedyError, run_command
-from opsd.settings.repair import RepairSettings
+from opsd.settings.sections import RepairSettings
 from tests.fakes.clock import until
 from tests.fakes.gpu_device import gpu_device
 

@@ -9,8 +9,7 @@ import pytest
 
 from opsd.launch.run.launchers import DEFAULT_PORT, default_port
 from opsd.preflight.network import rendezvous
-from opsd.settings.agent import AgentSettings
-from opsd.settings.preflight import PreflightSettings
+from opsd.settings.sections import AgentSettings, PreflightSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

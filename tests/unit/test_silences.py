@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opsd import config
 from opsd.agent.policy import ActionLimits, Ruling, decide
 from opsd.runbooks.base import Action
-from opsd.settings.silences import MINUTES_A_DAY, Silence, parse_weekly
+from opsd.settings.policy import MINUTES_A_DAY, Silence, parse_weekly
 from tests.fakes.incidents import WALL, incident
 
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)

@@ -17,8 +17,7 @@ from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.commands.node_service import NodeService, Sentences
 from opsd.slurm import ownership
-from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, keep_applying
-from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, SlurmDrainer, keep_applying
 from opsd.slurm.ownership import DAY_S, Rules
 from opsd.slurm.port import Node, SlurmDenied, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm, cluster, held

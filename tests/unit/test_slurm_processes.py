@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.slurm.bindings import PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.connect import PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.port import Node, SlurmMissing, SlurmUnavailable
 from opsd.slurm.pyslurm_worker import serve
 from opsd.slurm.runner import Output, clean_environment, run_command

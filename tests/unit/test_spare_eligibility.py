@@ -11,13 +11,12 @@ import pytest
 
 from opsd.config import Settings
 from opsd.launch.run.readiness import given_back_at, spare_readiness
-from opsd.settings.agent import AgentSettings
-from opsd.settings.spare import SpareSettings
+from opsd.settings.sections import AgentSettings, SpareSettings
 from opsd.slurm import node_comment
 from opsd.slurm.node_comment import NodeHistory, Stay
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.spares import state
-from opsd.spares.eligibility import EligibilityUnknownError, why_not
+from opsd.spares.pool import EligibilityUnknownError, why_not
 from opsd.spares.state import SpareState
 from tests.fakes.slurm import FakeSlurm
 

@@ -15,7 +15,7 @@ from opsd import __version__, exitcodes
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.spare import AGE, READY, STAGED, SpareCollector
 from opsd.commands.spare import spare
-from opsd.settings.spare import SpareSettings
+from opsd.settings.sections import SpareSettings
 from opsd.slurm import node_comment
 from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Node, Reservation, SlurmRejected

@@ -17,7 +17,7 @@ from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.commands.swap import swap
 from opsd.launch.run.run_control import answer
 from opsd.runbooks.base import Action
-from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from tests.fakes.launchers import SwappingLauncher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
+from opsd.collectors.lib.nvml.gpu import REASONS, ThrottleClock
 
 SW_THERMAL, POWER_CAP = REASONS["sw_thermal"], REASONS["sw_power_cap"]
 

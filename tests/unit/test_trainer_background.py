@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from opsd.background import LIMIT, Background
+from opsd.threads import LIMIT, Background
 
 
 class Storage:

@@ -6,7 +6,7 @@ import threading
 import time
 from functools import partial
 
-from opsd.collectors.lib.user_threads import MAX_OTHERS, UserThreads
+from opsd.collectors.nccl import MAX_OTHERS, UserThreads
 from tests.fakes.clock import eventually
 
 

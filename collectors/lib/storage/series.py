@@ -7,8 +7,7 @@ import re
 from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
-from opsd.collectors.base import Metric, MetricKind, Sample
-from opsd.collectors.lib.monotonic_counter import MonotonicCounter
+from opsd.collectors.base import Metric, MetricKind, MonotonicCounter, Sample
 from opsd.collectors.lib.storage.mounts import Mount, NfsMount
 
 _SECTOR_BYTES: Final = 512

@@ -307,7 +307,7 @@ def _refresh(request: Request) -> int:
 
 
 def _runbook(name: str) -> Answer:
-    from opsd.agent.web.guides import runbook_list, runbook_page
+    from opsd.agent.web.incident_page import runbook_list, runbook_page
 
     body = runbook_page(name) if name else runbook_list()
     if body is None:

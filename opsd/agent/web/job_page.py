@@ -11,7 +11,7 @@ from typing import Final
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.fleet import IncidentSummary, NodeOfJob, OtherNodes
-from opsd.agent.web.history import LOSS, TOKENS, History
+from opsd.agent.web.history import LOSS, TOKENS, History, gpu_charts, run_charts
 from opsd.agent.web.html import (
     MAX_RANKS,
     MAX_TEXT,
@@ -36,7 +36,6 @@ from opsd.agent.web.html import (
 from opsd.agent.web.incidents import MAX_GROUPS, Listing, ended_card, open_card, page_tone
 from opsd.agent.web.ledgers import LedgerResult, beside_of, forecast_of
 from opsd.agent.web.node_page import slowdown_limit
-from opsd.agent.web.run_charts import gpu_charts, run_charts
 from opsd.collectors.base import RankFact, RunFact
 from opsd.plan.forecast import told
 from opsd.runbooks.base import Incident

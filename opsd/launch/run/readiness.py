@@ -107,7 +107,7 @@ class Readiness:
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
-    """Which requirements of this node's settings for spares it does not meet; see ``opsd.spares.eligibility``.
+    """Which requirements of this node's settings for spares it does not meet; see ``opsd.spares.pool``.
 
     Unreadable settings are a reason too. Without a configuration file there are no requirements. Raises OSError if it
     cannot be determined at the moment.
@@ -117,7 +117,7 @@ def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
         find_file,
         load,
     )
-    from opsd.spares.eligibility import why_not
+    from opsd.spares.pool import why_not
 
     if find_file(env=environ) is None:
         return ""

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.lib.gpu_holders import gpu_holders
-from opsd.collectors.lib.processes import is_of_system, is_service, user_of
+from opsd.collectors.lib.processes import gpu_holders, is_of_system, is_service, user_of
 from opsd.inodes import look
 from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Progress, Verdict
 from opsd.rundir import KEEP_FINISHED_S

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from opsd import __version__
-from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.base import Check, Finding, Interrupted, Measure, Measurement, Outcome, Verdict
 from opsd.preflight.judge import Yardsticks, judge
 from opsd.preflight.network import plan
 from opsd.preflight.network.coordinator import Coordinator, Joined
@@ -32,10 +32,6 @@ class Scope:
     effort: Effort
     switch_of: Mapping[str, str]
     only_search: bool = False
-
-
-class Interrupted(Exception):
-    """The user interrupted the check; raised by the progress callback."""
 
 
 def run_check(

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from opsd.slurm.bindings import WORKER, PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.check import check, may_update_nodes
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.connect import WORKER, PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.drain import NotOurs, drain, give_back, take_down
 from opsd.slurm.hostlist import compress, expand
 from opsd.slurm.port import Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.collectors.lib.gpu_holders import MAJOR
+from opsd.collectors.lib.processes import MAJOR
 from opsd.commands.checkout import ROOT
 from opsd.repair.case_file import CaseFile
 from opsd.repair.repair_plan import Case
