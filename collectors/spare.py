@@ -12,7 +12,7 @@ from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
 from opsd.settings.sections import SpareSettings
 
 FILE: Final = "spare.json"
-"""In the state folder of the agent; written by ``opsd.spares.state``."""
+"""In the state folder of the agent; written by ``opsd.spares.pool``."""
 
 READY = Metric("opsd_spare_ready", "1 while this spare may take another node's place, 0 while it may not.")
 AGE = Metric("opsd_spare_verified_age_seconds", "Time since this spare was last verified.", unit="seconds")

@@ -16,8 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
+from opsd.agent.web.api import PROBLEM, Record
 from opsd.agent.web.app import API, JSON, OPENAPI, Route
-from opsd.agent.web.shapes import PROBLEM, Record
 from opsd.checkpoints.manifest import FORMAT, Manifest
 from opsd.checkpoints.sealed import CHECKSUM
 from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 
 from opsd.collectors.lib.shares import Spent
 from opsd.confined import confine, let_go
-from opsd.fair_queue import FairQueue
+from opsd.threads import FairQueue
 
 SMALL: Final = 32 << 10
 """Bytes that are made sense of in the agent: they take some MiB at most, and less time than a process."""

@@ -21,13 +21,12 @@ from opsd.agent.policy import HARMLESS, OF_A_RUN
 from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.control import ControlError, ask_launcher
-from opsd.fair_queue import FairQueue
 from opsd.inodes import look, open_folder
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
 from opsd.slurm.port import SlurmError
-from opsd.threads import Deadlines
+from opsd.threads import Deadlines, FairQueue
 
 VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "comment_job", "notify")
 

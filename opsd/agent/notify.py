@@ -14,10 +14,10 @@ from opsd.agent.brief import brief
 from opsd.agent.incidents import Transition, is_over, turn_of
 from opsd.agent.lifecycle import holder, is_current
 from opsd.agent.logs import Log
-from opsd.fair_queue import FairQueue
 from opsd.files import read_settings
 from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.runbooks.base import Incident, State
+from opsd.threads import FairQueue
 
 MAX_WAITING = 100
 """Announcements that wait, for each run and for each kind of incident of the node."""
@@ -186,7 +186,7 @@ class Annotator(Background):
         except (OSError, UnicodeDecodeError) as error:
             raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
         try:
-            from opsd.notify.outgoing import send_json  # megabytes that only an agent with annotations needs
+            from opsd.notify.receiver import send_json  # megabytes that only an agent with annotations needs
 
             secret = {"Authorization": f"Bearer {token}"}
             status, content = send_json(method, f"{self._url}/api/annotations{path}", body, TIMEOUT_S, secret)

@@ -25,8 +25,7 @@ from opsd.bench.outside.fetched import judged
 from opsd.bench.timelines import timeline
 from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import Scenario, ScenarioError, files, load
-from opsd.scenarios.player import play
-from opsd.scenarios.verdict import ScenarioResult, judge
+from opsd.scenarios.player import ScenarioResult, judge, play
 from opsd.stragglers.table import TableError
 
 SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"

@@ -22,9 +22,8 @@ from opsd.agent import collectors
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.metrics import collector_samples
 from opsd.agent.web.exposition import Exposition
-from opsd.commands.options import config_options, exit_codes, option
+from opsd.commands.options import config_options, exit_codes, load, option
 from opsd.commands.output import output_console
-from opsd.commands.settings import load
 from opsd.config import Settings
 
 _STYLES = {

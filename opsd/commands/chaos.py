@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.chaos import faults, network, records, target
+from opsd.chaos import faults, records, target
 from opsd.chaos.faults import InjectedFault
 from opsd.chaos.guard import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
@@ -196,14 +196,14 @@ def partition(peers: tuple[str, ...], force: bool) -> InjectedFault:
     """Cut this node off from others: it stops sending to them. Needs root."""
     _need_root("a route")
     _need_run(force)
-    return network.partition(peers)
+    return faults.partition(peers)
 
 
 @chaos.command("slow-node")
 @option("--interface", help="The interface; by default that of the default route.")
-@option("--rate", callback=_like(network.RATE, "100mbit"), default="", help="At most so much (100mbit).")
-@option("--delay", callback=_like(network.DELAY, "50ms"), default="", help="So much later (50ms).")
-@option("--loss", callback=_like(network.LOSS, "1%"), default="", help="Lose so many packets (1%).")
+@option("--rate", callback=_like(faults.RATE, "100mbit"), default="", help="At most so much (100mbit).")
+@option("--delay", callback=_like(faults.DELAY, "50ms"), default="", help="So much later (50ms).")
+@option("--loss", callback=_like(faults.LOSS, "1%"), default="", help="Lose so many packets (1%).")
 @_any_node
 @_lasting
 def slow_node(interface: str | None, rate: str, delay: str, loss: str, force: bool) -> InjectedFault:
@@ -212,7 +212,7 @@ def slow_node(interface: str | None, rate: str, delay: str, loss: str, force: bo
     _need_run(force)
     if not (rate or delay or loss):
         raise click.UsageError("say how slow: --rate, --delay or --loss")
-    return network.slow_node(interface or network.default_interface(), rate=rate, delay=delay, loss=loss)
+    return faults.slow_node(interface or faults.default_interface(), rate=rate, delay=delay, loss=loss)
 
 
 @chaos.command("list")

@@ -12,8 +12,7 @@ import click
 
 from opsd import exitcodes, pip_install
 from opsd.commands import checkout
-from opsd.commands.options import Group, option
-from opsd.commands.settings import BadConfig
+from opsd.commands.options import BadConfig, Group, option
 
 
 @click.group(cls=Group)

@@ -22,34 +22,34 @@ from opsd.collectors.kmsg import KmsgSettings
 from opsd.collectors.nvml import NvmlSettings
 from opsd.collectors.repairs import FOLDER, gpus_renewed_at
 from opsd.commands.options import (
+    BadConfig,
     Finite,
     SectionedGroup,
     config_options,
     exit_codes,
+    load,
     option,
     report_options,
     report_targets,
 )
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_network import exit_code, network, node_drill
-from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts
-from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, say
+from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import Deviation, FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError, render
-from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
-from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseError
+from opsd.repair.faults import order_for_refused_job, ordering
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
-from opsd.spares import readiness, state
+from opsd.spares import pool, readiness
 from opsd.words import clock
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -205,7 +205,7 @@ def preflight(
 
 def _as_spare(report: Report, settings: Settings, console: Console) -> None:
     """Mark this node as a spare that is ready, or with what it lacks, and say so; that changes no verdict."""
-    known = state.read(settings.agent.state_dir) or state.SpareState()
+    known = pool.read(settings.agent.state_dir) or pool.SpareState()
     try:
         found = readiness.assess(settings, known, "", time.time(), [report])
         readiness.publish(settings, found, lambda: choose().slurm)

@@ -16,9 +16,8 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.options import Seconds, exit_codes, option, report_options, report_targets
+from opsd.commands.options import BadConfig, Seconds, exit_codes, option, report_options, report_targets
 from opsd.commands.output import warn
-from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.dependents import Dependents
 from opsd.preflight import drill, view
@@ -27,9 +26,8 @@ from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.drill import Drill
 from opsd.preflight.history import History
 from opsd.preflight.judge import judge
-from opsd.preflight.network.check import Scope, label_of, run_check, slowest_rate
 from opsd.preflight.network.member import Participant, leading, take_part
-from opsd.preflight.network.plan import effort
+from opsd.preflight.network.plan import Scope, effort, label_of, run_check, slowest_rate
 from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, resolve, use_interface
 from opsd.preflight.report import Report, Result
 from opsd.preflight.training import config_of, devices_of

@@ -16,9 +16,8 @@ import click
 from opsd import exitcodes
 from opsd.collectors.ranks import RanksSettings
 from opsd.commands.evidence import check_here
-from opsd.commands.options import config_options, exit_codes, option
+from opsd.commands.options import config_options, exit_codes, load, option
 from opsd.commands.output import fail
-from opsd.commands.settings import load
 from opsd.commands.undrain import proofs
 from opsd.config import Settings
 from opsd.notify.receiver import NotifyError, send_to_all
@@ -40,7 +39,7 @@ from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
-from opsd.spares import readiness, state
+from opsd.spares import pool, readiness
 from opsd.spares.pool import has_requirements
 
 ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
@@ -217,7 +216,7 @@ def _dependencies(
             return ""
         failed = tests.as_spare(stop)
         try:
-            known = state.read(settings.agent.state_dir) or state.SpareState()
+            known = pool.read(settings.agent.state_dir) or pool.SpareState()
             found = readiness.assess(settings, known, "", time.time())
             readiness.publish(settings, found, lambda: slurm)
         except (HistoryError, ReportError, SelectionError, SlurmError, OSError) as error:

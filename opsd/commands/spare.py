@@ -12,9 +12,8 @@ from typing import TypeVar
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, Group, config_options, exit_codes, option
+from opsd.commands.options import Finite, Group, config_options, exit_codes, load, option
 from opsd.commands.output import fail
-from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError
@@ -22,14 +21,13 @@ from opsd.preflight.report import ReportError
 from opsd.progress import Look, shown
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
-from opsd.spares import pool, readiness, state
+from opsd.spares import pool, readiness
 from opsd.spares.corpus import Corpus, digest_of, needs_proof, proven, read_corpora, sha256_of
+from opsd.spares.pool import SpareState
 from opsd.spares.stage import remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
-from opsd.spares.state import SpareState
-from opsd.spares.storage import Folder, Storage, StorageError, open_storage
-from opsd.spares.transfer import RateLimit, StageError, Work
+from opsd.spares.transfer import Folder, RateLimit, StageError, Storage, StorageError, Work, open_storage
 from opsd.words import clock
 
 
@@ -171,7 +169,7 @@ def release(settings: Settings, delete: bool) -> int:
         freed = _or_fail(lambda: remove(Path(folder)))
         click.echo(f"deleted {freed / 1e9:.2f} GB in {folder}")
     try:
-        state.forget(settings.agent.state_dir)
+        pool.forget(settings.agent.state_dir)
         pool.mark(choose().slurm, settings.agent.node, "", time.time())
     except OSError as error:
         fail(f"{settings.agent.state_dir}: {error.strerror}")
@@ -219,7 +217,7 @@ class Here:
     @classmethod
     def of(cls, settings: Settings) -> Here:
         """What is known so far."""
-        return cls(settings, state.read(settings.agent.state_dir) or SpareState())
+        return cls(settings, pool.read(settings.agent.state_dir) or SpareState())
 
     def wanted(self) -> tuple[Storage, tuple[Corpus, ...]]:
         """The source and what it has. Raises StorageError."""

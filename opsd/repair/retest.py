@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opsd.preflight.base import Verdict
-from opsd.preflight.network.check import JOIN
+from opsd.preflight.network.plan import JOIN
 from opsd.preflight.report import Report, ReportError
 from opsd.repair.faults import NOT_HARDWARE
 from opsd.repair.repair_plan import NO_HARDWARE

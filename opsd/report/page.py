@@ -13,8 +13,7 @@ from opsd.plan.forecast import told
 from opsd.plan.plan import Plan
 from opsd.plan.reliability import DAY_S
 from opsd.plan.text import sections, source_of
-from opsd.report.experts import STARVED
-from opsd.report.run import Price, RunReport, Step, cost_line
+from opsd.report.run import STARVED, Price, RunReport, Step, cost_line
 from opsd.report.text import restart_line, scores_of
 from opsd.words import clock, count, duration, first_line
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from opsd.collectors.base import Event, Fact, RankFact, RunFact, StepFact
+from opsd.scenarios.healthy import Signal
 from opsd.scenarios.model import Change, Crash, Hang, ScenarioJob
-from opsd.scenarios.signals import Signal
 
 NOTICED_S = 0.02
 LINGER_S = 60.0

@@ -20,9 +20,9 @@ from opsd.collectors.lib.ib_link import ACTIVE, LinkHistory, PortReading
 from opsd.collectors.lib.nvml import series as nvml
 from opsd.config import Settings
 from opsd.scenarios import healthy
+from opsd.scenarios.healthy import Signal
 from opsd.scenarios.job import SimulatedJob
 from opsd.scenarios.model import Change, Scenario, ScenarioError, Value
-from opsd.scenarios.signals import Signal
 
 NODE = "n01"
 MONOTONIC_0 = 50_000.0

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from opsd.simulated.gpu import SimulatedGpu, make_idle
-from opsd.simulated.layout import MAGIC, MAX_GPUS, STATE_BYTES, VERSION, State
+from opsd.simulated.gpu import MAGIC, MAX_GPUS, STATE_BYTES, VERSION, SimulatedGpu, State, make_idle
 
 __all__ = ["DRIVERS", "STATE_ENV", "NoCompilerError", "SimulatedGpus", "SimulationError", "build"]
 

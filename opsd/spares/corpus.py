@@ -13,7 +13,7 @@ import xxhash
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from opsd.checkpoints.manifest import FileEntry
-from opsd.spares.storage import AbsentError, Storage, StorageError
+from opsd.spares.transfer import AbsentError, Storage, StorageError
 
 INDEX = "index.json"
 FORMAT = 1

@@ -18,8 +18,8 @@ from opsd.preflight.report import Report
 from opsd.settings.sections import SpareSettings
 from opsd.slurm.ownership import PreflightResult, day
 from opsd.slurm.port import Slurm
-from opsd.spares import pool, state
-from opsd.spares.state import SpareState
+from opsd.spares import pool
+from opsd.spares.pool import SpareState
 
 PROFILE = "spare"
 
@@ -101,7 +101,7 @@ def assess(
 
 def publish(settings: Settings, verdict: SpareState, slurm: Callable[[], Slurm]) -> None:
     """Store ``verdict`` for the agent and in the node's comment in Slurm. Raises OSError and SlurmError."""
-    state.write(settings.agent.state_dir, verdict)
+    pool.write(settings.agent.state_dir, verdict)
     said = "ready" if verdict.ready else ",".join(verdict.lacks)
     pool.mark(slurm(), settings.agent.node, said, verdict.checked_at)
 

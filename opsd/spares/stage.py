@@ -22,10 +22,11 @@ from opsd import durable
 from opsd.checkpoints.manifest import FileEntry
 from opsd.durable import prove, rename, replace, sync_folder
 from opsd.spares.corpus import INDEX, Corpus, indexed
-from opsd.spares.storage import Folder, Storage
 from opsd.spares.transfer import (
+    Folder,
     Progress,
     StageError,
+    Storage,
     Transfer,
     Work,
     matches,

@@ -87,7 +87,7 @@ import sys
 from pathlib import Path
 from opsd.spares.corpus import read_corpora
 from opsd.spares.stage import stage
-from opsd.spares.storage import Folder
+from opsd.spares.transfer import Folder
 from opsd.spares.transfer import RateLimit, StageError, Work
 
 source = Folder(Path(sys.argv[1]))

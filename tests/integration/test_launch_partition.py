@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.spares import state
-from opsd.spares.state import SpareState
+from opsd.spares import pool
+from opsd.spares.pool import SpareState
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
 from tests.fakes.tmpfs import tmpfs
@@ -106,7 +106,7 @@ def test_a_spare_with_damaged_data_is_never_used(tmp_path: Path) -> None:
     """It says why, and the run is given back to Slurm rather than go on with it."""
     settings, folder = tmp_path / "opsd.toml", tmp_path / "state"
     settings.write_text(f'agent.state_dir = "{folder}"\nspare = {{source = "/fsx", folder = "/scratch"}}\n')
-    state.write(folder, SpareState(lacks={"data": "shard-00007.tokens was damaged and has been removed"}))
+    pool.write(folder, SpareState(lacks={"data": "shard-00007.tokens was damaged and has been removed"}))
     with Nodes(tmp_path, ENDLESS, *TWO, count=3, environ={"n3": {"OPSD_CONFIG": str(settings)}}) as nodes:
         nodes.until(lambda: nodes.events("spare_refused"))
         assert nodes.events("spare_refused")[0]["refused"] == "n3"

@@ -6,8 +6,7 @@ import pytest
 
 from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import ScenarioError, files, load
-from opsd.scenarios.player import play
-from opsd.scenarios.verdict import judge
+from opsd.scenarios.player import judge, play
 from tests.fakes.metamorphic import mode_of
 
 FOLDER = Path(__file__).parent

@@ -14,8 +14,7 @@ from opsd.bench.outside.fetched import BATCHES, DUMPS
 from opsd.bench.timelines import FAULTS, timeline
 from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import Scenario, ScenarioError
-from opsd.scenarios.player import play
-from opsd.scenarios.verdict import Hit, ScenarioResult, judge
+from opsd.scenarios.player import Hit, ScenarioResult, judge, play
 
 
 def test_shares_are_of_incidents_and_not_of_scenarios() -> None:

@@ -8,8 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from opsd.fair_queue import MAX_WAITING, FairQueue
-from opsd.threads import Deadlines
+from opsd.threads import MAX_WAITING, Deadlines, FairQueue
 from tests.fakes.clock import eventually
 
 

@@ -6,7 +6,7 @@ import json
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
-from opsd.agent.web.jobs import cost_text, jobs_on_gpus
+from opsd.agent.web.api import cost_text, jobs_on_gpus
 from opsd.collectors.base import Sample
 from opsd.collectors.jobs import IDLE
 from opsd.collectors.lib.rank_series import JOB_INFO

@@ -21,7 +21,6 @@ from opsd.preflight.command import validate
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.finder import Culprit, Diagnosis, Evidence, Level
 from opsd.preflight.network import measure, plan
-from opsd.preflight.network.check import join_outcome, slowest_rate
 from opsd.preflight.network.coordinator import (
     Coordinator,
     Done,
@@ -30,7 +29,7 @@ from opsd.preflight.network.coordinator import (
     slowest,
 )
 from opsd.preflight.network.member import Participant
-from opsd.preflight.network.plan import Timing, busbw, sizes
+from opsd.preflight.network.plan import Timing, busbw, join_outcome, sizes, slowest_rate
 from opsd.preflight.network.rendezvous import (
     Place,
     RendezvousError,

@@ -352,4 +352,4 @@ def test_a_checkpoint_that_takes_too_long_for_its_interval():
 def test_shared_storage_that_is_not_configured_is_none_of_its_business(tmp_path: Path):
     """Which folder is shared cannot be guessed."""
     with pytest.raises(NotApplicableError, match="shared_dir"):
-        look(storage.run_shared, tmp_path)
+        look(storage.SHARED, tmp_path)

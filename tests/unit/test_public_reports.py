@@ -12,8 +12,7 @@ import pytest
 from opsd.bench.outside import FOLDER
 from opsd.scenarios import node
 from opsd.scenarios.model import Scenario
-from opsd.scenarios.player import play
-from opsd.scenarios.verdict import judge
+from opsd.scenarios.player import judge, play
 
 REPORTS: Mapping[str, Sequence[Mapping[str, Any]]] = tomllib.loads(
     (FOLDER / "reports/reports.toml").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from opsd.collectors.base import RepairStep
 from opsd.preflight.base import Verdict
 from opsd.preflight.checks import CHECKS
-from opsd.preflight.quarantine import reason_for
+from opsd.preflight.command import reason_for
 from opsd.preflight.report import Result
 from opsd.repair.faults import FAULTS, NOT_HARDWARE, begin_at, curable
 from opsd.repair.repair_plan import (

@@ -6,11 +6,10 @@ import pytest
 
 from opsd.collectors import NAMES
 from opsd.collectors.base import NoData, Reading
+from opsd.scenarios.healthy import Signal
 from opsd.scenarios.model import Change, Course, Scenario, ScenarioError
 from opsd.scenarios.node import COLLECTORS, SimulatedNode
-from opsd.scenarios.player import play
-from opsd.scenarios.signals import Signal
-from opsd.scenarios.verdict import judge
+from opsd.scenarios.player import judge, play
 
 THROTTLE = {
     "title": "GPU 2 is throttled",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from opsd.simulated import gpus
+from opsd.simulated.gpu import STATE_BYTES
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
-from opsd.simulated.layout import STATE_BYTES
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
 

@@ -15,9 +15,8 @@ from opsd.settings.sections import AgentSettings, SpareSettings
 from opsd.slurm import node_comment
 from opsd.slurm.node_comment import NodeHistory, Stay
 from opsd.slurm.port import Node, SlurmUnavailable
-from opsd.spares import state
-from opsd.spares.pool import EligibilityUnknownError, why_not
-from opsd.spares.state import SpareState
+from opsd.spares import pool
+from opsd.spares.pool import EligibilityUnknownError, SpareState, why_not
 from tests.fakes.slurm import FakeSlurm
 
 NOW = 1_763_700_000.0
@@ -42,7 +41,7 @@ def ordinary_user(settings: Settings) -> Iterator[None]:
     """Somebody who may not read the agent's state folder."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
-    state.write(settings.agent.state_dir, READY)
+    pool.write(settings.agent.state_dir, READY)
     os.seteuid(65534)
     yield
     os.seteuid(0)
@@ -61,7 +60,7 @@ def test_the_state_folder_says_it(settings: Settings, slurm: FakeSlurm, found: S
     """Only a verdict that is good and still holds lets the node be used; Slurm is not asked."""
     slurm.error = SlurmUnavailable("the controller is away")
     if found is not None:
-        state.write(settings.agent.state_dir, found)
+        pool.write(settings.agent.state_dir, found)
     assert why_not(settings, lambda: slurm, lambda: NOW).startswith(why)
     assert bool(why) == bool(why_not(settings, lambda: slurm, lambda: NOW))
 

@@ -18,8 +18,7 @@ from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.spares.corpus import needs_proof, proven, read_corpora, sha256_of
 from opsd.spares.stage import stage
-from opsd.spares.storage import Folder, Storage, StorageError
-from opsd.spares.transfer import RateLimit, StageError, Work
+from opsd.spares.transfer import Folder, RateLimit, StageError, Storage, StorageError, Work
 from tests.fakes.corpora import make_corpus
 from tests.unit.test_spare_stage import Quiet
 

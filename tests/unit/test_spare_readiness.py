@@ -19,10 +19,9 @@ from opsd.settings.sections import SpareSettings
 from opsd.slurm import node_comment
 from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Node, Reservation, SlurmRejected
-from opsd.spares import state
-from opsd.spares.pool import Spare, judge, mark, pool, reserve
+from opsd.spares import pool as state
+from opsd.spares.pool import Spare, SpareState, judge, mark, pool, reserve
 from opsd.spares.readiness import assessed, software
-from opsd.spares.state import SpareState
 from tests.fakes.corpora import make_corpus
 from tests.fakes.slurm import FakeSlurm
 

@@ -19,8 +19,7 @@ import pytest
 
 from opsd.spares.corpus import INDEX, digest_of, read_corpora
 from opsd.spares.stage import make_folder, remove, stage, verify
-from opsd.spares.storage import Folder, StorageError, open_storage
-from opsd.spares.transfer import BLOCK, Progress, RateLimit, StageError, Work
+from opsd.spares.transfer import BLOCK, Folder, Progress, RateLimit, StageError, StorageError, Work, open_storage
 from tests.fakes.clock import until
 from tests.fakes.corpora import SHARD, make_corpus
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.rights import Rights
-from opsd.collectors.lib.tail import CHUNK, MAX_LINE, LineCutter, Tail, read_small
+from opsd.collectors.lib.rights import CHUNK, MAX_LINE, LineCutter, Rights, Tail, read_small
 
 OWN = Rights(os.getuid(), frozenset())
 lines_of_text = st.lists(st.binary(min_size=1, max_size=40).filter(lambda line: b"\n" not in line), max_size=20)

@@ -23,11 +23,10 @@ from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.nccl.desync import Desync, judge
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, restored
-from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
+from opsd.collectors.lib.rights import Rights, Tail, groups_of_process, open_as, read_small
 from opsd.collectors.lib.run_files import parse_run
 from opsd.collectors.lib.sandbox import Sandbox, SandboxError
 from opsd.collectors.lib.shares import Allowance, Room
-from opsd.collectors.lib.tail import Tail, read_small
 
 LOGS = Metric("opsd_nccl_rank_logs", "Rank logs on this node that are followed for messages of NCCL.", labels=("run",))
 MESSAGES = Metric(

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from opsd.agent.loop import Snapshot
-from opsd.agent.web import api, shapes
+from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition, exemplars, is_cached
 from opsd.agent.web.fleet import Fleet, JobNodes, NodeOfJob, NodeSummary, node_summary
 from opsd.agent.web.history import History
@@ -277,17 +277,17 @@ _WHOLE: Final = Parameter("symptoms", "`1`: symptoms complete, else in brief.", 
 _JOB: Final = Parameter("job", "Only those of the job with this id, or of the run with this name.", {"type": "string"})
 
 API: Final = (
-    Route("/api/v1/status", "Collectors, GPUs, ranks, runs, jobs, journal", App._status, shapes.STATUS),
-    Route("/api/v1/ranks", "The rank pages with their recent steps", App._ranks, shapes.RANKS, (_JOB,)),
+    Route("/api/v1/status", "Collectors, GPUs, ranks, runs, jobs, journal", App._status, api.STATUS),
+    Route("/api/v1/ranks", "The rank pages with their recent steps", App._ranks, api.RANKS, (_JOB,)),
     Route("/api/v1/node", "This node in brief, for the fleet page of other nodes", App._summary_of_node, NodeSummary),
     Route("/api/v1/jobs/{id}", "This node's part of a job, for the job's page on others", App._job_summary, NodeOfJob),
-    Route("/api/v1/incidents", "Incidents with their symptoms, newest first", App._incidents, shapes.INCIDENTS,
+    Route("/api/v1/incidents", "Incidents with their symptoms, newest first", App._incidents, api.INCIDENTS,
           (_STATE, _LIMIT, _WHOLE)),
-    Route("/api/v1/incidents/{id}", "One incident, and similar past ones", App._incident, shapes.INCIDENT),
-    Route("/api/v1/repairs", "The repairs of this node step by step, newest first", App._repairs, shapes.REPAIRS,
+    Route("/api/v1/incidents/{id}", "One incident, and similar past ones", App._incident, api.INCIDENT),
+    Route("/api/v1/repairs", "The repairs of this node step by step, newest first", App._repairs, api.REPAIRS,
           (_REPAIR_STATE, _LIMIT)),
-    Route("/api/v1/repairs/{id}", "One repair", App._repair, shapes.REPAIR),
-    Route("/api/v1/statistics", "Statistics of incidents by kind", App._statistics, shapes.STATISTICS),
+    Route("/api/v1/repairs/{id}", "One repair", App._repair, api.REPAIR),
+    Route("/api/v1/statistics", "Statistics of incidents by kind", App._statistics, api.STATISTICS),
     Route("/api/v1/openapi.json", "This description", App._openapi, dict[str, Any]),
 )  # fmt: skip
 """The routes of the API; ``openapi.json`` is made from them."""

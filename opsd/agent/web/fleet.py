@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from opsd import __version__
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.access import client_certificate, has_tls
+from opsd.agent.web.api import repair_now
 from opsd.agent.web.connection import problem_of
 from opsd.agent.web.html import TONES, run_state_text
 from opsd.agent.web.incidents import Listing
-from opsd.agent.web.jobs import repair_now
 from opsd.collectors.base import RunFact
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings

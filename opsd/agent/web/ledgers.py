@@ -25,7 +25,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import RUN_BEYOND, RUN_FORECAST, RUN_PLANNED, RUN_SECONDS
 from opsd.collectors.base import RunFact, Sample
 from opsd.confined import confine
-from opsd.fair_queue import FairQueue
+from opsd.threads import FairQueue
 
 if TYPE_CHECKING:
     from opsd.plan.forecast import Forecast

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from opsd import __version__
 from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
-from opsd.agent.web.api import newest_first
+from opsd.agent.web.api import JobOnGpus, cost_text, jobs_on_gpus, newest_first, outcome, repair_now
 from opsd.agent.web.history import LOSS, THROTTLED, TOKENS, History, current, gpu_charts
 from opsd.agent.web.html import (
     REFRESH_S,
@@ -33,7 +33,6 @@ from opsd.agent.web.html import (
     table,
 )
 from opsd.agent.web.incidents import Listing, ended_card, incident_path, open_card, page_tone
-from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus, outcome, repair_now
 from opsd.collectors.base import GpuFact, RepairFact, RepairStep, RunFact
 from opsd.runbooks.base import Incident
 from opsd.words import plural, span

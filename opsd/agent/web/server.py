@@ -29,7 +29,7 @@ from opsd.agent.web.admission import Budget, Budgets, Hosts, oldest, peer_of, to
 from opsd.agent.web.app import Answer, App, Request, problem, readable
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
 from opsd.collectors.base import Sample
-from opsd.fair_queue import FairQueue
+from opsd.threads import FairQueue
 
 MAX_CONNECTIONS: Final = 256
 MAX_PER_PEER: Final = 64

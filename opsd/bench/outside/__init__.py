@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from opsd.bench.outside import flight_recorder, kernel_lines, step_times
-from opsd.scenarios.verdict import ScenarioResult
+from opsd.scenarios.player import ScenarioResult
 
 FOLDER = Path(__file__).parents[3] / "tests" / "outside"
 

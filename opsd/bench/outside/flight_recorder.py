@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opsd.collectors.lib.nccl.desync import judge
 from opsd.collectors.lib.nccl.flight_recorder import read_dumps
-from opsd.scenarios.verdict import Hit, ScenarioResult
+from opsd.scenarios.player import Hit, ScenarioResult
 
 CULPRITS: Mapping[str, tuple[int, ...]] = {
     "gpu_error_1st": (12,), "gpu_error_2nd": (9, 14), "lock_gil_1st": (9, 14), "lock_gil_2nd": (10, 15),

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from opsd.scenarios.model import Scenario
-from opsd.scenarios.player import play
-from opsd.scenarios.verdict import ScenarioResult, judge
+from opsd.scenarios.player import ScenarioResult, judge, play
 
 INCIDENTS: Mapping[str, str] = {
     "edac_uncorrected": "machine_check",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from opsd.scenarios.verdict import Hit, ScenarioResult
+from opsd.scenarios.player import Hit, ScenarioResult
 from opsd.stragglers.judge import judge
 from opsd.stragglers.table import read_table
 from opsd.stragglers.trace import LENGTHS, SLOW_WORKER, STAGES

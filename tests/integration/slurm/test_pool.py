@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from opsd.slurm.commands import CommandSlurm
-from opsd.spares.state import FILE, SpareState
+from opsd.spares.pool import FILE, SpareState
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 from tests.integration.slurm.templates import adapted
 from tests.integration.slurm.training import Training, make_data
