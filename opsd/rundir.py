@@ -14,11 +14,39 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Final, Literal, TypedDict
 
 from opsd.durable import Unproved, make_folder
 from opsd.rank_page import process_runs
-from opsd.users import in_user_namespace, machine_uid
+
+_EVERYBODY: Final = [b"0", b"0", b"4294967295"]
+
+
+def in_user_namespace(process: Path = Path("/proc/self")) -> bool:
+    """Whether this process sees other user ids than the machine has, so that 0 is not the machine's root."""
+    try:
+        return (process / "uid_map").read_bytes().split() != _EVERYBODY
+    except OSError:  # a kernel without user namespaces
+        return False
+
+
+def unmapped_uid(system: Path = Path("/proc/sys/kernel")) -> int | None:
+    """The id of unmapped users of the machine, root among them; None outside a user namespace."""
+    return int((system / "overflowuid").read_bytes()) if in_user_namespace() else None
+
+
+def machine_uid(process: Path = Path("/proc/self")) -> int:
+    """This user's id outside its user namespace (user_namespaces(7)): another for each user, also where all are 0."""
+    uid = os.getuid()
+    try:
+        lines = (process / "uid_map").read_bytes().splitlines()
+    except OSError:
+        return uid
+    for inside, outside, count in (map(int, line.split()) for line in lines):
+        if inside <= uid < inside + count:
+            return outside + uid - inside
+    return uid
+
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 RECORDER = "flight_recorder"

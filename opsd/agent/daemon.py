@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from opsd.agent import collectors, systemd
+from opsd.agent import collectors
 from opsd.agent.actions import Drainer, Executor, Notifier
 from opsd.agent.heap import Trim
 from opsd.agent.incident_manager import IncidentManager, Listener
@@ -45,6 +47,24 @@ from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates, SlurmDrainer, keep_applying
 from opsd.slurm.ownership import Rules
 from opsd.words import printable
+
+
+def sd_notify(state: str, env: Mapping[str, str] = os.environ) -> None:
+    """Send ``state`` ("READY=1", "WATCHDOG=1", "STOPPING=1"); does nothing where systemd is not listening."""
+    address = env.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+        datagram.setblocking(False)
+        datagram.sendto(state.encode(), address)
+
+
+def runtime_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """The service's folder in memory (``RuntimeDirectory=``), which outlives a killed agent; None without systemd."""
+    folder = env.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    return Path(folder) if folder else None
 
 
 class ListenError(Exception):
@@ -94,9 +114,9 @@ class Daemon:
         """Run until ``stop`` is set."""
         self._server.start(self._app)
         self._log.info("agent started", listen=self._server.address, **self._facts)
-        systemd.notify("READY=1")
+        sd_notify("READY=1")
         self._loop.run(stop, after_tick=self._after_tick)
-        systemd.notify("STOPPING=1")
+        sd_notify("STOPPING=1")
         self._server.close()
         self._control.close()
         self._loop.keep_window()
@@ -111,14 +131,14 @@ class Daemon:
             self._log.info("journal is written", folder=str(self._journal.path.parent))
 
     def _after_tick(self) -> None:
-        systemd.notify("WATCHDOG=1")
+        sd_notify("WATCHDOG=1")
         self._control.after_tick()
         self._history.note(self._loop.snapshot)
         self._trim.if_due(self._loop.snapshot.at)
         if self._reloader.due():
-            systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            sd_notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
             self._reloader.reload()
-            systemd.notify("READY=1")
+            sd_notify("READY=1")
 
     def _apply(self, old: Settings, new: Settings) -> None:
         """Go on with ``new`` settings instead of the ``old`` ones, but for most of ``[agent]``. For the loop's thread.
@@ -206,7 +226,7 @@ def _loop(settings: Settings, journal: Journal, log: Log) -> tuple[Loop, Inciden
         started_at=time.time(), listeners=_listeners(settings, notifier, log),
     )  # fmt: skip
     window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
-    saved = SavedWindow(systemd.runtime_folder())
+    saved = SavedWindow(runtime_folder())
     try:
         if past := newest((incident_manager.kept_window, saved.read()), window.ticks, time.monotonic()):
             window.go_on(past)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.chaos import faults, records, target
+from opsd.chaos import faults, guard, target
 from opsd.chaos.faults import InjectedFault
 from opsd.chaos.guard import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
@@ -69,7 +69,7 @@ def _momentary(command: Callable[..., InjectedFault]) -> Callable[..., int]:
     def run(yes: bool, as_json: bool, for_s: float = 0.0, **rest: Any) -> int:
         fault = command(**rest)
         _confirm(fault, for_s, yes=yes)
-        return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), FaultReporter(as_json))
+        return perform(fault, for_s, guard.folder_of(memory_root(), os.geteuid()), FaultReporter(as_json))
 
     return _confirmed(run)
 
@@ -219,7 +219,7 @@ def slow_node(interface: str | None, rate: str, delay: str, loss: str, force: bo
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def list_command(as_json: bool) -> int:
     """List the faults that are in effect on this node or were left over."""
-    found = list(records.find(memory_root()))
+    found = list(guard.find(memory_root()))
     for uid, record in found:
         if as_json:
             click.echo(json.dumps({**asdict(record), "uid": uid, "state": record.state}))
@@ -234,7 +234,7 @@ def list_command(as_json: bool) -> int:
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 def undo(ids: tuple[str, ...]) -> int:
     """Undo faults now: those named ID, or all of this user."""
-    found = list(records.find(memory_root()))
+    found = list(guard.find(memory_root()))
     if unknown := {*ids} - {record.id for _, record in found}:
         raise click.UsageError(f"no fault {', '.join(sorted(unknown))} is in effect here: see opsd chaos list")
     code = exitcodes.OK
@@ -244,7 +244,7 @@ def undo(ids: tuple[str, ...]) -> int:
         try:
             if uid != os.geteuid():
                 raise ChaosError(f"it belongs to user {uid}, who must undo it")
-            click.echo(f"{record.id}: {records.end(records.folder_of(memory_root(), uid), record)}")
+            click.echo(f"{record.id}: {guard.end(guard.folder_of(memory_root(), uid), record)}")
         except (ChaosError, OSError) as error:
             click.echo(f"{record.id}: NOT UNDONE: {error}", err=True)
             code = exitcodes.FAILED

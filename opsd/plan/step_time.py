@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opsd.plan.activations import FLOAT_BYTES, half_bytes, state_bytes, state_products
 from opsd.plan.figures import Parts
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout, stages_of
-from opsd.plan.memory import stage_parameters
+from opsd.plan.memory import FLOAT_BYTES, half_bytes, stage_parameters, state_bytes, state_products
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import STATE_PRODUCTS, ModelSettings

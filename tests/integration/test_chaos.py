@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from opsd.chaos.guard import Guard
-from opsd.chaos.records import FaultRecord, end, find, folder_of
+from opsd.chaos.guard import FaultRecord, Guard, end, find, folder_of
 from opsd.chaos.undo import Process, Resume, encode
 from opsd.checkpoints import manifest
 from opsd.rank_page import read_page

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import opsd.client
-from opsd.launch.observe.layout import KINDS, Layout
-from opsd.launch.observe.observer import Observer
+from opsd.launch.observe.observer import KINDS, Layout, Observer
 from opsd.rank_page import read_page
 
 SIZES = st.integers(1, 3)

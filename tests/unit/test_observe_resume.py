@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from opsd.launch.observe.resume import KEPT, SavedSteps
+from opsd.launch.observe.observer import KEPT, SavedSteps
 
 
 def save(saved: SavedSteps, path: Path, step: int, content: bytes = b"weights") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.launch.observe.steps import StepCycle
+from opsd.launch.observe.observer import StepCycle
 
 
 def counted(turns: list[int]) -> list[int]:

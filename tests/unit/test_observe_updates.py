@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.launch.observe.steps import LEAVES, ParameterVersions, leaves
+from opsd.launch.observe.observer import LEAVES, ParameterVersions, leaves
 from tests.fakes.graph import Loss, Parameter
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
 from opsd.commands.main import cli
-from opsd.plan.activations import state_products
+from opsd.plan.memory import state_products
 from opsd.trainer import counts
 from opsd.trainer.config import PRESETS, load
 from opsd.trainer.model import Decoder

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opsd.plan.activations import half_bytes
 from opsd.plan.layout import Layout
-from opsd.plan.memory import kept_bytes, memory_of
+from opsd.plan.memory import half_bytes, kept_bytes, memory_of
 from opsd.trainer.config import Config, load
 from tests.fakes.live_memory import activation_bytes, rank_of, state_bytes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.users import in_user_namespace, machine_uid, unmapped_uid
+from opsd.rundir import in_user_namespace, machine_uid, unmapped_uid
 
 ME = os.getuid()
 

@@ -20,8 +20,7 @@ from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Codec, Member
 from opsd.launch.io.reporting import print_message as print_message
-from opsd.launch.io.transport import Transport
-from opsd.launch.io.unauthenticated import raise_descriptor_limit
+from opsd.launch.io.transport import Transport, raise_descriptor_limit
 from opsd.words import of_file
 
 TICK_S = 0.05

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from opsd.launch.hangs.child_output import ChildOutput
+from opsd.launch.hangs.capture import ChildOutput
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import GONE_S
 from opsd.simulated.gpus import STATE_ENV

@@ -13,7 +13,7 @@ from typing import Any
 
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
-from opsd.users import unmapped_uid
+from opsd.rundir import unmapped_uid
 
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024

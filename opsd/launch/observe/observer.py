@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import stat
 import threading
+import time
+import weakref
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from .layout import Layout
-from .resume import SavedSteps
-from .steps import ParameterVersions, StepCycle
 
 if TYPE_CHECKING:
     from opsd.client import Reporter
@@ -280,3 +283,198 @@ def _steps_of(state: Any) -> int:
     with contextlib.suppress(Exception):
         return max((int(one["step"]) for one in state["state"].values() if "step" in one), default=0)
     return 0
+
+
+KINDS = ("dp", "pp", "tp", "cp")
+
+_DIMENSIONS = {
+    "dp": ("dp", "data", "data_parallel", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "batch"),
+    "pp": ("pp", "pipe", "pipeline", "pipeline_parallel", "stage"),
+    "tp": ("tp", "tensor", "tensor_parallel", "model", "model_parallel", "mp"),
+    "cp": ("cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel"),
+}
+_KIND_OF = {name: kind for kind, names in _DIMENSIONS.items() for name in names}
+_GROUPS = {
+    "data_parallel_group": "dp",
+    "pipeline_model_parallel_group": "pp",
+    "tensor_model_parallel_group": "tp",
+    "context_parallel_group": "cp",
+}
+
+
+class Layout:
+    """The place of ``rank`` among ``world`` ranks: ``place`` has a coordinate for each of ``KINDS``, or is None."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._groups: dict[str, tuple[int, int]] = {}
+        self._dimensions = 0
+        self.place: dict[str, int] | None = None
+
+    def mesh(self, names: Sequence[str], shape: Sequence[int], at: Sequence[int]) -> None:
+        """A mesh with these dimensions, in which this rank is ``at``. One with fewer dimensions replaces none."""
+        kinds = [_KIND_OF.get(name.lower(), "") for name in names]
+        if not all(kinds) or not len(kinds) == len(shape) == len(at) or prod(shape) != self._world:
+            return
+        if len(kinds) < self._dimensions:
+            return
+        place = dict.fromkeys(KINDS, 0)
+        for kind, length, index in zip(kinds, shape, at, strict=True):
+            place[kind] = place[kind] * length + index
+        self.place, self._dimensions = place, len(kinds)
+
+    def group(self, description: str, ranks: Sequence[int]) -> None:
+        """A group with this description; those of the four kinds together must make up all ranks."""
+        kind = _GROUPS.get(description.lower())
+        if kind is None or self._rank not in ranks:
+            return
+        self._groups[kind] = ranks.index(self._rank), len(ranks)
+        if len(self._groups) >= len(KINDS) - 1 and prod(size for _, size in self._groups.values()) == self._world:
+            self.place = dict.fromkeys(KINDS, 0) | {name: index for name, (index, _) in self._groups.items()}
+
+
+FOLDER = "observed"
+KEPT = 16
+
+
+class SavedSteps:
+    """The steps of the newest saves of this rank, kept in the run's ``folder`` for the processes after it.
+
+    Most programs let rank 0 save for all: what a rank has not saved itself is looked up with rank 0. A file is known by
+    its path, or, once renamed, by its inode and size. What was saved into memory, as Lightning does before it writes a
+    file, is taken for the next file of exactly that size.
+    """
+
+    def __init__(self, folder: str | None, rank: int) -> None:
+        self._files = [Path(folder, FOLDER, f"rank-{one:04d}.json") for one in (rank, 0)] if folder else []
+        self._own: list[list[Any]] | None = None
+        self._found: int | None = None
+        self._counted = 0
+
+    @property
+    def next_step(self) -> int:
+        """The number of the first step of this process, from 1: after the newest checkpoint that it has loaded.
+
+        Else after as many as the loaded state of an optimizer has counted.
+        """
+        return (self._found if self._found is not None else self._counted) + 1
+
+    def note(self, path: str | None, size: int, step: int) -> None:
+        """A checkpoint of ``size`` bytes was saved at ``path``, None: into memory, after ``step``."""
+        if not self._files:
+            return
+        own = _read(self._files[0]) if self._own is None else self._own
+        mark = (_IN_MEMORY, 0, size, time.time()) if path is None else _mark(path)
+        self._own = [*(entry for entry in own if path is None or entry[0] != mark[0]), [*mark, step]][-KEPT:]
+        draft = self._files[0].with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            draft.parent.mkdir(exist_ok=True)
+            draft.write_text(json.dumps(self._own), encoding="utf-8")
+            draft.replace(self._files[0])
+
+    def loaded(self, path: str) -> None:
+        """This process reads ``path``."""
+        path, inode, size, written = _mark(path)
+        for file in dict.fromkeys(self._files):
+            entries = _read(file)
+            steps = [entry[-1] for entry in entries if entry[0] == path or (size and entry[1:3] == [inode, size])]
+            buffers = [entry for entry in entries if entry[0] == _IN_MEMORY and size and entry[2] == size]
+            if not steps:
+                steps = [entry[-1] for entry in buffers if entry[3] <= written + _CLOCKS_S][-1:]
+            if steps:
+                self._found = max(steps if self._found is None else [*steps, self._found])
+
+    def counted(self, steps: int) -> None:
+        """The state of an optimizer that was loaded has seen so many steps."""
+        self._counted = max(self._counted, steps)
+
+
+def _read(file: Path) -> list[list[Any]]:
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [entry for entry in entries if isinstance(entry, list) and len(entry) == len(_FIELDS)]
+
+
+_FIELDS = ("path", "inode", "size", "written", "step")
+_IN_MEMORY = ""
+_CLOCKS_S = 1.0
+"""How much the clock of a file server may be behind."""
+
+
+def _mark(path: str) -> tuple[str, int, int, float]:
+    """The absolute path; inode, size and wall second of the last change of a file, 0 of a folder or of nothing."""
+    real = Path(path).resolve()
+    with contextlib.suppress(OSError):
+        info = real.stat()
+        if stat.S_ISREG(info.st_mode):
+            return str(real), info.st_ino, info.st_size, info.st_mtime
+    return str(real), 0, 0, 0.0
+
+
+LEAVES = 4
+"""Parameters that are looked at; an input that needs a gradient may be among them."""
+MAX_NODES = 10_000
+"""Of the graph of a backward pass, in which they are searched."""
+
+
+class ParameterVersions:
+    """Whether parameters have been written to between two backward passes: torch counts the writes of each tensor.
+
+    So steps are seen of optimizers that are compiled, or are no ``torch.optim``.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Any], int]] = []
+
+    def changed(self, losses: Any) -> bool:
+        """Whether those of an earlier pass have been written to since; the next pass, of ``losses``, begins."""
+        alive = [(ref, tensor, version) for ref, version in self._known if (tensor := ref()) is not None]
+        changed = any(tensor._version != version for _, tensor, version in alive)
+        self._known = [(ref, tensor._version) for ref, tensor, _ in alive]
+        if not self._known:
+            self._known = [(weakref.ref(tensor), tensor._version) for tensor in leaves(losses)]
+        return changed
+
+
+def leaves(losses: Any) -> list[Any]:
+    """Some of the tensors that a backward pass computes gradients for."""
+    tensors = losses if isinstance(losses, list | tuple) else (losses,)
+    nodes, seen, found = [getattr(tensor, "grad_fn", None) for tensor in tensors], set[int](), list[Any]()
+    while nodes and len(found) < LEAVES and len(seen) < MAX_NODES:
+        node = nodes.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if (tensor := getattr(node, "variable", None)) is not None:
+            found.append(tensor)
+        else:
+            nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+class StepCycle:
+    """Several optimizers take turns (Muon and AdamW, a GAN's two): a step is done when each has had its turn.
+
+    Which optimizers that are is learned from the first turn on. One that steps more rarely than the others does not
+    count. When a program exchanges its optimizer, a step or two go uncounted.
+    """
+
+    def __init__(self) -> None:
+        self._expected: frozenset[int] = frozenset()
+        self._turn: set[int] = set()
+        self._counted = False
+        self._learning = True
+
+    def stepped(self, optimizer: int) -> bool:
+        """Whether the step of this optimizer, known by any number, completes a step of the program."""
+        if optimizer in self._turn:
+            common = self._turn if self._learning else self._turn & self._expected
+            self._expected, self._learning = frozenset(common or self._turn), False
+            self._turn, self._counted = set(), False
+        self._turn.add(optimizer)
+        if self._counted or not self._turn >= self._expected:
+            return False
+        self._counted = True
+        return True

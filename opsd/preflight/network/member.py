@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from opsd import __version__
 from opsd.preflight.network.coordinator import Coordinator, Done, Joined, Spec
-from opsd.preflight.network.forkserver import ForkServer
+from opsd.preflight.network.measure import ForkServer
 from opsd.preflight.network.rendezvous import Place
 from opsd.threads import start_thread
 
