@@ -21,6 +21,7 @@ from opsd.commands.launch_settings import (
     is_several,
     keep_plan,
     program_kind,
+    refuse_launchers,
     settings_of,
     settle_rendezvous,
     shape_of,
@@ -139,6 +140,7 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     except ProgramNotFound as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.NOT_FOUND
+    refuse_launchers(found, options)
     settle_rendezvous(options)
     node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     shared = memory_root()

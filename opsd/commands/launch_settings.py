@@ -52,6 +52,29 @@ def program_kind(options: dict[str, Any]) -> Literal["script", "module", "execut
     return "module" if options["module"] else "executable" if options["no_python"] else "script"
 
 
+LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "trl")
+LAUNCHER_MODULES = (
+    "accelerate.commands.",
+    "deepspeed.launcher.",
+    "torch.distributed.launch.",
+    "torch.distributed.run.",
+    "trl.cli.",
+)
+"""Programs that start ranks themselves, and what the names of such modules begin with."""
+
+
+def refuse_launchers(program: Program, options: dict[str, Any]) -> None:
+    """Raises click.UsageError for a program of which each rank would start all ranks of a job again."""
+    named = Path(program.name).name in LAUNCHERS
+    if program.kind == "module":
+        named = f"{program.name}.".startswith(LAUNCHER_MODULES)
+    if named and options["local_size"] > 1:
+        raise click.UsageError(
+            f"{program.given} starts ranks itself, and each of {options['local_size']} would train the whole model: "
+            "name the training script in its place (TRL's are -m trl.scripts.sft and the like)"
+        )
+
+
 def settle_rendezvous(options: dict[str, Any]) -> None:
     """Replace torchrun's rendezvous flags in ``options`` by what they come to. Raises click.UsageError."""
     count: NodeCount = options["count"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from opsd import exitcodes
 from tests.fakes.launched import Launched
 
 TWO = "--nproc-per-node=2"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,9 @@ TWO = "--nproc-per-node=2"
         (("--rdzv-backend=etcd",), ("prog.py",), exitcodes.USAGE, "without etcd"),
         (("-m", "--no-python"), ("prog.py",), exitcodes.USAGE, "exclude each other"),
         (("--events=/proc/x",), ("prog.py",), exitcodes.USAGE, "/proc/x cannot be written"),
+        ((TWO, "-m"), ("torch.distributed.run", "prog.py"), exitcodes.USAGE, "each of 2 would train the whole model"),
+        ((TWO, "--no-python"), (TORCHRUN, "prog.py"), exitcodes.USAGE, "torchrun starts ranks itself"),
+        ((TWO,), (TORCHRUN, "prog.py"), exitcodes.USAGE, "torchrun starts ranks itself"),
         (("--no-such-flag",), ("prog.py",), exitcodes.USAGE, "No such option"),
     ],
 )
