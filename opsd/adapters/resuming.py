@@ -61,7 +61,7 @@ def plan_of(trainer: Any) -> Plan:
         "seeds": [arguments.seed, arguments.data_seed],
         "rollouts_of_a_prompt": getattr(arguments, "num_generations", None),
         "rows": data_digest(trainer.train_dataset),
-        "settings": settings_of(arguments),
+        "settings": settings_of(arguments) | {"mixed_precision": json.dumps(trainer.accelerator.mixed_precision)},
     }
 
 
