@@ -101,14 +101,19 @@ def _remedy(problems: Sequence[str]) -> str:
     return "Remove what was added; with --redo the tasks of files that are missing or damaged run again"
 
 
-def demand_outputs(stage: Stage, known: Known) -> None:
-    """Raise PipelineError if an output folder is a file system, or has files that the run has not written."""
+def demand_one_file_system(stage: Stage) -> None:
+    """Raise PipelineError if an output folder is a file system of its own."""
     for place in stage.outputs:
         if Path(place).resolve().is_mount():
             raise PipelineError(
                 f"stage {stage.number} writes to {place}, where another file system begins: name a folder in it, since "
                 "files are made ready beside the folder and then moved"
             )
+
+
+def demand_outputs(stage: Stage, known: Known) -> None:
+    """Raise PipelineError if an output folder has files that the run has not written."""
+    for place in stage.outputs:
         others = sorted(name for name in listing(place) if Path(place, name) not in known)
         if others:
             raise PipelineError(
@@ -121,12 +126,13 @@ def _place(reader: Any) -> str:
     return str(place_of(reader.data_folder))
 
 
-def summary(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> dict[str, Any]:
-    """The stage as a whole: its flows, and what it took from folders and gave to them.
+def summary(stage: Stage, plan: Mapping[str, Any], now: Mapping[str, Any], records: Sequence[Done]) -> dict[str, Any]:
+    """The stage as a whole: its flows, and what it took from folders and gave to them. ``now`` is its plan at its end.
 
-    Raises PipelineError if a file was written twice, or if an input was not read exactly once.
+    Raises PipelineError if a file was written twice, or if an input was not read exactly once or has changed.
     """
-    problems = [*_written_twice(records), *_unread(stage, plan, records)]
+    problems = [*_written_twice(records), *_unread(stage, plan["inputs"], now["inputs"], records)]
+    problems += [f"{name} while the stage ran" for name in _edited(plan["inputs"], now["inputs"])]
     if problems:
         raise PipelineError(f"stage {stage.number}: {'; '.join(shortened(problems))}")
     flows = merged(records)
@@ -166,19 +172,28 @@ def _written_twice(records: Sequence[Done]) -> Iterator[str]:
             ranks[file.path] = done.rank
 
 
-def _unread(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> Iterator[str]:
+def _edited(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Inputs that are still there with another size or time."""
+    for place, files in before.items():
+        there = {name: about for name, about in now.get(place, {}).items() if name in files}
+        yield from _changed(place, {name: files[name] for name in there}, there)
+
+
+def _unread(
+    stage: Stage, before: Mapping[str, Listing], now: Mapping[str, Listing], records: Sequence[Done]
+) -> Iterator[str]:
     """Inputs of readers that no task has read, or several."""
     for reader in stage.readers:
         place = _place(reader)
         if "://" in place or reader.paths_file or reader.limit != -1:
             continue
         wanted = set(reader.data_folder.list_files(recursive=reader.recursive, glob_pattern=reader.glob_pattern))
-        known: Listing = plan["inputs"][place]
+        known = before[place]
         times = Counter(name for done in records for name in done.reads.get(place, ()))
         yield from (f"no task has read {place}/{name}" for name in sorted(wanted) if not times[name])
         yield from (f"{times[name]} tasks have read {place}/{name}" for name in sorted(wanted) if times[name] > 1)
         yield from (f"{place}/{name} was added while the stage ran" for name in sorted(wanted - known.keys()))
-        gone = [name for name in known.keys() - set(listing(place)) if not times[name]]
+        gone = [name for name in known.keys() - now[place].keys() if not times[name]]
         yield from (f"{place}/{name} was removed before it was read" for name in sorted(gone))
 
 

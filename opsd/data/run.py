@@ -8,7 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -92,15 +92,18 @@ class Tries:
 
 
 @contextmanager
-def held(root: Path) -> Iterator[None]:
-    """Keep other runs of the pipeline out of ``root``. Raises PipelineError, OSError."""
-    durable.make_folder(root)
-    with open(root / LOCK, "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PipelineError(f"another `opsd data run` works in {root}: wait for it") from None
-        yield
+def held(folder: Path, place: object = None) -> Iterator[None]:
+    """Keep other runs out of ``folder``, which stands for ``place``. Raises PipelineError, OSError."""
+    while True:
+        durable.make_folder(folder)
+        with open(folder / LOCK, "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PipelineError(f"another `opsd data run` works in {place or folder}: wait for it") from None
+            if durable.is_named(folder / LOCK, lock.fileno()):  # otherwise its holder has just removed it
+                yield
+                return
 
 
 @dataclass
@@ -147,22 +150,30 @@ class Run:
         plan = checks.make_plan(stage, self._known(stage))
         self._compare(stage, folder, plan)
         records = self._kept(stage, folder)
-        checks.demand_outputs(stage, self._known(stage))
-        if folder.plan is None:
-            write_json(folder.folder / PLAN, plan)
+        checks.demand_one_file_system(stage)
         left = sorted(set(range(stage.tasks)) - {done.rank for done in records})
-        if left:
-            self.say(_begins(stage, len(left), len(self.stages)))
-            tries = Tries(self.retries, self.say)
-            self.engine.run(stage, folder, left, tries)
-            records = folder.records()
-            if missing := sorted(set(range(stage.tasks)) - {done.rank for done in records}):
-                last = [attempt for rank in missing if (attempt := tries.last(rank)) is not None]
-                self.full = any(attempt.errno in (errno.ENOSPC, errno.EDQUOT) for attempt in last)
-                self.say(f"stage {stage.number}: {plural(len(missing), 'task')} not done: {_why(last, tries)}")
+        with ExitStack() as locks:
+            for room, place in {waiting_room(place): place for place in stage.outputs if left}.items():
+                locks.enter_context(held(room, place))
+            checks.demand_outputs(stage, self._known(stage))
+            if folder.plan is None:
+                write_json(folder.folder / PLAN, plan)
+            if left and not self._run_tasks(stage, folder, left):
                 return False
-        self._finish(stage, folder, plan, records)
+            self._finish(stage, folder, plan, folder.records() if left else records)
         return True
+
+    def _run_tasks(self, stage: Stage, folder: StageFolder, left: Sequence[int]) -> bool:
+        """False if one was given up. Raises PipelineError, OSError."""
+        self.say(_begins(stage, len(left), len(self.stages)))
+        tries = Tries(self.retries, self.say)
+        self.engine.run(stage, folder, left, tries)
+        missing = sorted(set(left) - folder.finished())
+        last = [attempt for rank in missing if (attempt := tries.last(rank)) is not None]
+        self.full = any(attempt.errno in (errno.ENOSPC, errno.EDQUOT) for attempt in last)
+        if missing:
+            self.say(f"stage {stage.number}: {plural(len(missing), 'task')} not done: {_why(last, tries)}")
+        return not missing
 
     def _known(self, stage: Stage) -> checks.Known:
         later = (StageFolder(self.root, other.number) for other in self.stages if other.number >= stage.number)
@@ -207,7 +218,7 @@ class Run:
             )
         for done in records:
             publish(done)
-        made = checks.summary(stage, plan, records)
+        made = checks.summary(stage, plan, checks.make_plan(stage, self._known(stage)), records)
         problems = [why for done in records for file in done.files if (why := damage(file))]
         if problems:
             raise PipelineError(f"stage {stage.number}: {'; '.join(checks.shortened(problems))}")

@@ -58,11 +58,13 @@ def make_pipeline(folder: Path, text: str = PIPELINE) -> Path:
 
 
 class Here:
-    """Runs tasks in this process; ``before`` is called with each stage and its first task."""
+    """Runs tasks in this process; ``before`` is called with each stage, ``after`` once its tasks have run."""
 
-    def __init__(self, before: Callable[[int], object] = lambda _: None) -> None:
+    def __init__(
+        self, before: Callable[[int], object] = lambda _: None, after: Callable[[], object] = lambda: None
+    ) -> None:
         self.ran: list[tuple[int, int]] = []
-        self._before = before
+        self._before, self._after = before, after
 
     def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries) -> None:
         """See ``opsd.data.run.Engine``."""
@@ -73,6 +75,7 @@ class Here:
             attempt = tasks.run(rank)
             if attempt.outcome == "failed":
                 tries.ended(attempt)
+        self._after()
 
 
 def run_here(file: Path, engine: Here | None = None, *, redo: bool = False, said: list[str] | None = None) -> bool:

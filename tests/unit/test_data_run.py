@@ -300,6 +300,35 @@ def test_an_input_that_goes_before_it_is_read_is_missed(tmp_path: Path) -> None:
         run_here(make_pipeline(tmp_path), Here(lambda _: gone.unlink(missing_ok=True)))
 
 
+def test_an_input_that_changes_while_it_is_read_is_told(tmp_path: Path) -> None:
+    """Before its task or after it. One that is removed after it was read is not missed."""
+    file, raw = make_pipeline(tmp_path), tmp_path / "raw"
+    rows = [json.dumps({"text": "one more text", "id": "more"}) + "\n"]
+    engine = Here(after=lambda: (raw / "000.jsonl").write_text("".join(rows)))
+    with pytest.raises(PipelineError, match=r"stage 1: \S*000\.jsonl is shorter while the stage ran"):
+        run_here(file, engine)
+    with pytest.raises(PipelineError, match=r"stage 1 was begun with something else: \S*000\.jsonl is shorter"):
+        run_here(file)
+    assert run_here(file, Here(after=lambda: (raw / "000.jsonl").unlink(missing_ok=True)), redo=True)
+
+
+def test_two_runs_that_write_to_the_same_folder_are_not_at_once(tmp_path: Path) -> None:
+    """Though they have states of their own; the second one changes nothing."""
+    one, other = make_pipeline(tmp_path), tmp_path / "other.py"
+    other.write_text(one.read_text().replace("LEAST = 10", "LEAST = 5"))
+    refused: list[str] = []
+
+    def meanwhile(number: int) -> None:
+        with pytest.raises(PipelineError, match=r"another `opsd data run` works in \S*/kept: wait") as error:
+            run_here(other)
+        refused.append(str(error.value))
+
+    assert run_here(one, Here(lambda number: meanwhile(number) if number == 1 else None))
+    assert (len(refused), [*tmp_path.glob(".*.opsd")]) == (1, [])
+    with pytest.raises(PipelineError, match="not of this run"):
+        run_here(other)
+
+
 def test_an_output_folder_may_be_a_link(tmp_path: Path) -> None:
     """Files are made ready beside the folder that it leads to, which may be on another file system."""
     file = make_pipeline(tmp_path)
