@@ -164,8 +164,11 @@ def tokenizers(
     from opsd.trainer.config import ConfigError
     from opsd.trainer.data.shards import DataError
 
+    paths = dict(map(_sample, samples))
+    if len(paths) < len(samples):
+        raise click.UsageError("--sample names a language twice; put its texts into one folder")
     try:
-        texts = {language: sample_of(Path(path), most) for language, path in map(_sample, samples)}
+        texts = {language: sample_of(Path(path), most) for language, path in paths.items()}
         found = compare(tokenizers, texts)
         costs = []
         if model:
@@ -215,29 +218,40 @@ def overlap(texts: tuple[Path, ...], evaluations: str | None, sample: Path | Non
     Nothing is removed. A document overlaps with an item of an evaluation set if 13 words in a row are the same.
     Near-duplicates are found by datatrove's MinHash. Each line of the report has both texts.
     """
-    from opsd.data.overlap import Evaluations, NearDuplicates, evaluation_items, report
+    from opsd.data.overlap import LEAST_WORDS, Evaluations, NearDuplicates, evaluation_items, report
     from opsd.plan.source import read
     from opsd.progress import tracked
     from opsd.trainer.config import ConfigError
-    from opsd.trainer.data.shards import DataError
+    from opsd.trainer.data.shards import DataError, Tally
     from opsd.trainer.data.texts import find_files, read_texts
 
     if evaluations is None and sample is None:
         raise click.UsageError("nothing to look for: give --evaluations, --sample or both")
-    looked = None
+    looked, near, tally = None, None, Tally()
     try:
         if evaluations is not None:
             looked = Evaluations(evaluation_items(read(evaluations, (), None, None)))
-        near = NearDuplicates(read_texts(find_files([sample]))) if sample is not None else None
-        documents = tracked(read_texts(find_files(texts)), "comparing", "documents")
+            if not len(looked):
+                raise DataError(
+                    f"{evaluations}: its [evaluation] has no text of at least {LEAST_WORDS} words to look for"
+                )
+        if sample is not None:
+            near = NearDuplicates(read_texts(find_files([sample])))
+            if not near.sample:
+                raise DataError(f"{sample} has no document to look for")
+        documents = tracked(read_texts(find_files(texts), tally=tally), "comparing", "documents")
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in report(documents, looked, near)]
     except (DataError, ConfigError) as error:
         fail(str(error), exitcodes.USAGE)
+    if not tally.documents:
+        fail(f"there is no document in {', '.join(map(str, texts))}", exitcodes.USAGE)
     if looked is not None and looked.short:
-        warn(f"{plural(len(looked.short), 'text')} of evaluation sets too short to be looked for (fewer than 5 words)")
+        short = plural(len(looked.short), "text")
+        warn(f"{short} of evaluation sets too short to be looked for (fewer than {LEAST_WORDS} words)")
     if not written(report_file, "".join(lines), "the report"):
         return exitcodes.FAILED
-    click.echo(f"{plural(len(lines), 'document')} overlap; {report_file} has them")
+    overlaps = "overlaps" if len(lines) == 1 else "overlap"
+    click.echo(f"{len(lines):,} of {plural(tally.documents, 'document')} {overlaps}; see {report_file}")
     return exitcodes.FAILED if lines else exitcodes.OK
 
 

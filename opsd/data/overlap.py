@@ -30,6 +30,8 @@ UNSPACED: Final = (
     "\U00020000-\U0002ffff]"
 )
 """A character of a script without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Japanese, Chinese."""
+_INVISIBLE: Final = re.compile("[\u00ad\u200c\u200d\u2060\ufeff]")
+"""Characters within words that are not seen: soft hyphens, joiners."""
 _WORD: Final = re.compile(rf"{UNSPACED}|\w+")
 
 
@@ -52,7 +54,8 @@ class Found:
 
 def words_of(text: str) -> list[str]:
     """The words by which texts are compared."""
-    found: list[str] = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    seen = text if text.isascii() else _INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
+    found: list[str] = _WORD.findall(seen.lower())
     return found
 
 
@@ -90,6 +93,10 @@ class Evaluations:
             for gram in _grams(words, length):
                 of_length.setdefault(gram, len(self._items))
             self._items.append(item)
+
+    def __len__(self) -> int:
+        """How many items are looked for."""
+        return len(self._items)
 
     def look(self, text: str) -> list[Found]:
         """The items that the document overlaps with, each once."""

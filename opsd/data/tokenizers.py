@@ -92,7 +92,7 @@ def figures(tokenizer: Tokenizer, texts: Sequence[str]) -> Figures:
         try:
             encodings = tokenizer.encode_batch(batch, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"the tokenizer cannot encode a document: {error}") from error
+            raise DataError(f"cannot encode a document: {error}") from error
         decoded = tokenizer.decode_batch([each.ids for each in encodings], skip_special_tokens=False)
         for text, encoding, back in zip(batch, encodings, decoded, strict=True):
             tokens += len(encoding.ids)
@@ -142,7 +142,10 @@ def compare(files: Sequence[Path], samples: Mapping[str, Sequence[str]]) -> list
         path = file / "tokenizer.json" if file.is_dir() else file
         tokenizer = load_tokenizer(path)
         tokenizer.encode_special_tokens = True
-        by_language = {language: figures(tokenizer, texts) for language, texts in samples.items()}
+        try:
+            by_language = {language: figures(tokenizer, texts) for language, texts in samples.items()}
+        except DataError as error:
+            raise DataError(f"{path} {error}") from error
         found.append(Compared(str(file), ids_of(tokenizer), by_language))
     return found
 

@@ -61,6 +61,20 @@ def test_short_items_are_looked_for_as_a_whole(item: str, document: str, overlap
     assert bool(evaluations.short) == (len(words_of(item)) < 5)
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        "the qu\u00adick brown fox ju\u00admps over",
+        "THE QUICK\u00a0BROWN \u201cFOX\u201d\u2014jumps, over",
+        "\ufeffthe quick brown f\u2060ox jumps\u200b over",
+        "\uff54\uff48\uff45 quick brown fox\njumps over",
+    ],
+)
+def test_what_is_not_seen_does_not_count(document: str) -> None:
+    """Nor do case, punctuation and the width of letters."""
+    assert words_of(document) == ["the", "quick", "brown", "fox", "jumps", "over"]
+
+
 def jaccard(one: str, other: str, n: int) -> float:
     grams = [{tuple(words[at : at + n]) for at in range(len(words) - n + 1)} for words in (one.split(), other.split())]
     return len(grams[0] & grams[1]) / len(grams[0] | grams[1])
@@ -110,3 +124,23 @@ def test_the_command_reports_both_texts(tmp_path: Path) -> None:
     texts.write_text(json.dumps({"text": lines[0]}) + "\n")
     assert CliRunner().invoke(cli, words, standalone_mode=False).return_value == 0
     assert CliRunner().invoke(cli, words[:5]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "told"),
+    [
+        ('{"text": "a b"}', ["--evaluations", "tiny"], "tiny: its [evaluation] has no text"),
+        ("", ["--sample", "SAMPLE"], "there is no document in"),
+        ('{"text": "a b"}', ["--sample", "EMPTY"], "has no document to look for"),
+        ('{"content": "a b"}', ["--sample", "SAMPLE"], 'line 1: not a JSON object with "text"\n'),
+    ],
+)
+def test_nothing_to_compare_is_no_success(tmp_path: Path, texts: str, words: list[str], told: str) -> None:
+    """Exit code 2; what is told names no option that the command has not."""
+    (tmp_path / "EMPTY.jsonl").touch()
+    (tmp_path / "SAMPLE.txt").write_text("some text")
+    (tmp_path / "texts.jsonl").write_text(texts)
+    names = {"EMPTY": str(tmp_path / "EMPTY.jsonl"), "SAMPLE": str(tmp_path / "SAMPLE.txt")}
+    given = [str(tmp_path / "texts.jsonl"), *(names.get(word, word) for word in words), "--report", str(tmp_path / "r")]
+    done = CliRunner().invoke(cli, ["data", "overlap", *given])
+    assert (done.exit_code, told in done.output, (tmp_path / "r").exists()) == (2, True, False), done.output

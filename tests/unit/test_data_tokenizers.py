@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,8 @@ def test_the_command_compares_and_prices(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["none.json", "--sample", "en=SAMPLE"], "is not a tokenizer"),
+        (["TOKENIZER", "UNIGRAM", "--sample", "en=SAMPLE"], "u.json cannot encode a document"),
+        (["TOKENIZER", "--sample", "en=SAMPLE", "--sample", "en=SAMPLE"], "names a language twice"),
         (["TOKENIZER", "--sample", "SAMPLE"], "expected LANGUAGE=PATH"),
         (["TOKENIZER", "--sample", "en=none.txt"], "does not exist"),
         (["TOKENIZER", "--sample", "en=SAMPLE", "--bytes", "3"], "give a larger --bytes"),
@@ -125,10 +128,10 @@ def test_the_command_compares_and_prices(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_told(tmp_path: Path, words: list[str], told: str) -> None:
     """In a sentence, with exit code 2."""
     train_tokenizer(ALL, 300).save(str(tmp_path / "t.json"))
+    Tokenizer(models.Unigram([("a", -1.0)])).save(str(tmp_path / "u.json"))
     (tmp_path / "s.txt").write_text("some text")
-    given = [
-        word.replace("SAMPLE", str(tmp_path / "s.txt")).replace("TOKENIZER", str(tmp_path / "t.json")) for word in words
-    ]
+    files = {"SAMPLE": "s.txt", "TOKENIZER": "t.json", "UNIGRAM": "u.json"}
+    given = [re.sub("[A-Z]{5,}", lambda found: str(tmp_path / files[found[0]]), word) for word in words]
     done = CliRunner().invoke(cli, ["data", "tokenizers", *given])
     assert done.exit_code == 2
     assert told in done.output + str(done.exception)

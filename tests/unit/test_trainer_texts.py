@@ -109,7 +109,10 @@ def test_what_would_be_read_as_something_else_is_refused(tmp_path: Path, name: s
     """By name, with what to do; if it is to be left out, it is counted."""
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError, match=expected):
+        list(read_texts([tmp_path / name], reading=Reading()))
+    with pytest.raises(DataError, match=expected.partition(";")[0]) as elsewhere:
         list(read_texts([tmp_path / name]))
+    assert "--" not in str(elsewhere.value)
     tally = Tally()
     list(read_texts([tmp_path / name], reading=Reading(skip_unreadable=True), tally=tally))
     assert tally.dropped[UNREADABLE] == 1

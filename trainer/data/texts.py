@@ -56,6 +56,15 @@ class Reading:
     encoding: str = "utf-8"
     skip_unreadable: bool = False
     """Leave out files that cannot be read, and count them, in place of refusing them."""
+    has_options: bool = True
+    """Whether the command has options for these; errors name them then."""
+
+    def hint(self, words: str) -> str:
+        """``words`` as the end of a sentence, if the command has the options in them."""
+        return f"; {words}" if self.has_options else ""
+
+
+_DEFAULT = Reading(has_options=False)
 
 
 def find_files(
@@ -71,7 +80,7 @@ def find_files(
     else is in folders, but for hidden files. Raises DataError if there are no files, and for a link to nothing.
     """
     found: dict[tuple[int, int], Path] = {}
-    others, reading = Counter() if others is None else others, reading or Reading()
+    others, reading = Counter() if others is None else others, reading or _DEFAULT
 
     def take(path: Path) -> None:
         about = path.stat()
@@ -119,7 +128,8 @@ def _why_not(path: Path, suffixes: tuple[str, ...], reading: Reading) -> str:
         if path.exists():
             return "pipes, sockets or devices"
         if not reading.skip_unreadable:
-            raise DataError(f"{path} {_no_file(path)}; remove it, or pass --skip-unreadable to leave it out")
+            leave_out = ", or pass --skip-unreadable to leave it out" if reading.has_options else ""
+            raise DataError(f"{path} {_no_file(path)}; remove it{leave_out}")
         return "links to nothing"
     if end in (".json", *TABLES) and not _has_texts(path, reading):
         return f'files that end in {end} and do not begin with a record that has "{reading.field}"'
@@ -160,7 +170,7 @@ def read_texts(
     Documents that are empty or null are dropped, and in JSON unpaired surrogates. A text file is one document. Raises
     DataError for a file that cannot be read.
     """
-    reading, tally, left = reading or Reading(), tally or Tally(), limit
+    reading, tally, left = reading or _DEFAULT, tally or Tally(), limit
     for path in files:
         tally.files += 1
         with suppress(OSError):  # told when it is opened
@@ -217,25 +227,21 @@ def _reader(path: Path, begin: bytes) -> Reader:
 
 
 def _text(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
-    text = _decode(path, file.read(), reading.encoding)
+    text = _decode(path, file.read(), reading)
     if _is_record(text, reading.field):
         raise DataError(f'{path} has JSON lines with "{reading.field}"; name it {path.stem}.jsonl to have their texts')
     yield text
 
 
-def _decode(path: Path, raw: bytes, encoding: str) -> str:
-    encoding = next((name for mark, name in MARKS.items() if raw.startswith(mark)), encoding)
+def _decode(path: Path, raw: bytes, reading: Reading) -> str:
+    encoding = next((name for mark, name in MARKS.items() if raw.startswith(mark)), reading.encoding)
+    what_to_do = reading.hint("pass --encoding, or --skip-unreadable to leave it out")
     try:
         text = raw.decode(encoding)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not {encoding} (byte {error.start:,}); pass --encoding, or --skip-unreadable to leave it out"
-        ) from error
+        raise DataError(f"{path} is not {encoding} (byte {error.start:,}){what_to_do}") from error
     if "\0" in text:
-        raise DataError(
-            f"{path} has NUL bytes, so it is no text or has another encoding; pass --encoding, or --skip-unreadable "
-            "to leave it out"
-        )
+        raise DataError(f"{path} has NUL bytes, so it is no text or has another encoding{what_to_do}")
     return text
 
 
@@ -268,15 +274,17 @@ def _json(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str
             for entry in record if isinstance(record, list) else [record]:
                 yield _field(entry, reading.field)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not {encoding}; pass --encoding") from error
+        raise DataError(f"{path} is not {encoding}{reading.hint('pass --encoding')}") from error
     except _NoTextError:
         raise _OtherContentError(f'{path}, line {number}: "{reading.field}" is not text') from None
     except (KeyError, TypeError) as error:
-        raise _OtherContentError(
-            f'{path}, line {number}: not a JSON object with "{reading.field}"; see --field'
-        ) from error
+        raise _OtherContentError(_no_record(path, number, reading)) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f'{path}, line {number}: not a JSON object with "{reading.field}"; see --field') from error
+        raise DataError(_no_record(path, number, reading)) from error
+
+
+def _no_record(path: Path, number: int, reading: Reading) -> str:
+    return f'{path}, line {number}: not a JSON object with "{reading.field}"{reading.hint("see --field")}'
 
 
 def _opens(line: str) -> bool:
@@ -301,7 +309,7 @@ def _table(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[st
     rows = csv.DictReader(io.TextIOWrapper(file, encoding, newline=""), delimiter=TABLES[kind(path)], strict=True)
     try:
         if reading.field not in (names := rows.fieldnames or ()):
-            raise _OtherContentError(f'{path} has no column "{reading.field}" but {", ".join(names)}; see --field')
+            raise _OtherContentError(_no_column(path, names, reading))
         if list(names).count(reading.field) > 1:
             raise DataError(f'{path} has several columns "{reading.field}"; give each a name of its own')
         for row in rows:
@@ -316,7 +324,7 @@ def _parquet(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[
     arrow, parquet = _pyarrow(path), _pyarrow(path, "parquet")
     try:
         table = parquet.ParquetFile(file)
-        _check_column(arrow, path, table.schema_arrow, reading.field)
+        _check_column(arrow, path, table.schema_arrow, reading)
         for batch in table.iter_batches(batch_size=1024, columns=[reading.field]):
             yield from batch.column(0).cast(arrow.large_string()).to_pylist()
     except arrow.ArrowException as error:
@@ -331,22 +339,27 @@ def _arrow(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[st
             batches: Iterable[Any] = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
             batches = table = ipc.open_stream(file)
-        _check_column(arrow, path, table.schema, reading.field)
+        _check_column(arrow, path, table.schema, reading)
         for batch in batches:
             yield from batch.column(reading.field).cast(arrow.large_string()).to_pylist()
     except arrow.ArrowException as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _check_column(arrow: Any, path: Path, schema: Any, field: str) -> None:
+def _no_column(path: Path, names: Iterable[str], reading: Reading) -> str:
+    return f'{path} has no column "{reading.field}" but {", ".join(names)}{reading.hint("see --field")}'
+
+
+def _check_column(arrow: Any, path: Path, schema: Any, reading: Reading) -> None:
+    field = reading.field
     if field not in schema.names:
-        raise DataError(f'{path} has no column "{field}" but {", ".join(schema.names)}; see --field')
+        raise DataError(_no_column(path, schema.names, reading))
     if schema.names.count(field) > 1:
         raise DataError(f'{path} has several columns "{field}"; give each a name of its own')
     type_ = schema.field(field).type
     type_ = type_.value_type if arrow.types.is_dictionary(type_) else type_
     if str(type_) not in ("string", "large_string", "string_view", "null"):
-        raise DataError(f'{path}: the column "{field}" has {type_}, not text; see --field')
+        raise DataError(f'{path}: the column "{field}" has {type_}, not text{reading.hint("see --field")}')
 
 
 def _pyarrow(path: Path, module: str = "") -> Any:
