@@ -57,6 +57,8 @@ _LASTING: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADi
 """Errors of the operating system that no other node and no later time changes, as a rule."""
 _DAMAGE: Final = ("Error when reading", "may be corrupted")
 """What datatrove's readers say, at the level of a warning, of a document that they leave out because it is damaged."""
+_BLANK: Final = "input data is empty"
+"""What orjson says of a line without anything in it, which loses nothing."""
 
 
 class Meter:
@@ -175,12 +177,14 @@ class Textless:
         self._reader, self._make = reader, reader.get_document_from_dict
         self._has_key = reader.adapter.__name__ == "_default_adapter"
         self._kept: set[str] = set()
+        self.last: tuple[str, Any] = ("", 0)
+        """The file and the number of the record that came last."""
         self._left_out: dict[str, int] = {}
         self._without_key: dict[str, list[str]] = {}
         reader.get_document_from_dict = self._made
 
     def _made(self, data: dict[str, Any], source: str, number: Any) -> Any:
-        names = list(data)
+        names, self.last = list(data), (source, number)
         document = self._make(data, source, number)
         if document is not None:
             self._kept.add(source)
@@ -213,6 +217,7 @@ class Tasks:
             raise PipelineError(f"stage {stage.number} was changed while it runs: run `opsd data run` again")
         self._plan = plan_digest(plan)
         self._said: list[str] = []
+        self._readers: list[Textless] = []
         self._files = LocalFiles()
         self._files.inputs = tuple(f"{place}/" for place in stage.inputs if "://" not in place)
         os.environ.setdefault("RAYON_NUM_THREADS", str(cpus))  # tokenizers take all cores otherwise
@@ -253,6 +258,7 @@ class Tasks:
                     folder.path = staged[str(place_of(folder))]
         meters = _meters(pipeline)
         textless = {id(step): Textless(step) for step in pipeline if hasattr(step, "get_document_from_dict")}
+        self._readers = list(textless.values())
         metered = [part for step, meter in zip(pipeline, meters, strict=True) for part in (step, meter)]
         self._said.clear()
         self._files.forget()
@@ -285,11 +291,15 @@ class Tasks:
         return documents
 
     def _hear(self, message: Any) -> None:
-        record = message.record
-        if str(record["name"]).startswith("datatrove.pipeline.readers") and any(
-            w in record["message"] for w in _DAMAGE
-        ):
-            self._said.append(first_line(record["message"]))
+        name, said = str(message.record["name"]), message.record["message"]
+        is_damage = name.startswith("datatrove.pipeline.readers") and any(words in said for words in _DAMAGE)
+        if is_damage and _BLANK not in said:
+            after = [number + 1 for source, number in (each.last for each in self._readers) if f"`{source}`" in said]
+            where = f"after line {after[0]:,}" if after else "before its first document"
+            is_line = said.startswith(
+                _DAMAGE[0]
+            )  # text is decoded in blocks, so the place of another damage is not known
+            self._said.append(first_line(said) + (f" (the file is damaged {where})" if is_line else ""))
 
     def _why(self, error: BaseException) -> str:
         if isinstance(error, PipelineError):

@@ -283,6 +283,30 @@ def test_all_frames_of_a_zstd_file_are_read(tmp_path: Path) -> None:
     assert texts_in(tmp_path / "kept").count("a text that is long") == 9
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (LINES * 41 + b"\n" + LINES + b'{"text": "half', "after line 43"),
+        (b"{}x\n" + LINES, "before its first document"),
+    ],
+)
+def test_the_place_of_a_damaged_line_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+    """The parser knows the line only, and calls it line 1."""
+    file, said = make_pipeline(tmp_path), list[str]()
+    (tmp_path / "raw/9.jsonl").write_bytes(content)
+    assert not run_here(file, said=said)
+    assert f"(the file is damaged {told})" in said[-1]
+
+
+def test_empty_lines_are_no_damage(tmp_path: Path) -> None:
+    """Many programs end a file with one."""
+    file = make_pipeline(tmp_path)
+    (tmp_path / "raw/9.jsonl").write_bytes(b"\n" + LINES + b" \r\n" + LINES + b"\n\n")
+    (tmp_path / "raw/99.jsonl").write_bytes(b"\n")
+    assert run_here(file)
+    assert texts_in(tmp_path / "kept").count("a text that is long") == 2
+
+
 def test_empty_texts_are_counted_as_dropped(tmp_path: Path) -> None:
     """A document may be empty; the others of its file have texts."""
     file = make_pipeline(tmp_path)
