@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import selectors
 import signal
@@ -59,12 +60,14 @@ class Local:
 
     def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries) -> None:
         """See ``opsd.data.run.Engine``. Raises PipelineError, OSError."""
-        waiting, done = deque(ranks), 0
+        waiting, later, done = deque(ranks), list[tuple[float, int]](), 0
         asked = getattr(stage.executor, "workers", -1)
         most = self.workers or min(cores(), asked if asked > 0 else stage.tasks)
         with shown(f"stage {stage.number}", "tasks") as look, selectors.DefaultSelector() as selector:
             try:
-                while waiting or self._running:
+                while waiting or later or self._running:
+                    while later and later[0][0] <= time.monotonic():
+                        waiting.append(heapq.heappop(later)[1])
                     while waiting and len(self._running) < most:
                         worker = self._start(folder)
                         selector.register(worker.answers, selectors.EVENT_READ, worker)
@@ -74,7 +77,7 @@ class Local:
                         if attempt.outcome in ("done", "superseded"):
                             done += 1
                         elif tries.ended(attempt):
-                            waiting.append(attempt.rank)
+                            heapq.heappush(later, (time.monotonic() + tries.pause(attempt.rank), attempt.rank))
                         if waiting and worker.process.poll() is None:
                             worker.ask(waiting.popleft())
                         else:

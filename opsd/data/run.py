@@ -36,6 +36,7 @@ from opsd.words import duration, plural
 LOCK: Final = "lock"
 RETRIES: Final = 3
 """How often a task that failed is tried again."""
+_PAUSES_S: Final = (1.0, 5.0, 25.0)
 _TOLD: Final = 5
 """How many attempts with the same error are told."""
 LOSSES: Final = 10
@@ -80,6 +81,13 @@ class Tries:
         """Whether the task may be tried again."""
         failed = [bool(attempt.outcome) for attempt in self.tried.get(rank, ())]
         return sum(failed) <= self.retries and len(failed) - sum(failed) <= LOSSES and not self.fails_again(rank)
+
+    def pause(self, rank: int) -> float:
+        """Seconds until the task may be tried again; longer each time after what may pass."""
+        tried = self.tried[rank]
+        if not tried[-1].outcome or tried[-1].error:
+            return 0.0
+        return _PAUSES_S[min(sum(bool(attempt.outcome) for attempt in tried), len(_PAUSES_S)) - 1]
 
     def fails_again(self, rank: int) -> bool:
         """Whether the task has failed twice in a row with the same error."""

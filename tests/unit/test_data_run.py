@@ -584,6 +584,15 @@ def test_the_same_error_twice_in_a_row_ends_a_task(errors: list[str | None], tol
     assert len(tries.tried[1]) == told
 
 
+def test_what_may_pass_is_waited_for() -> None:
+    """Longer each time; other attempts follow at once."""
+    tries, pauses = Tries(), list[float]()
+    for outcome, error in [("", ""), ("failed", ""), ("failed", "TypeError"), ("failed", ""), ("", ""), ("failed", "")]:
+        tries.ended(Attempt(1, "", outcome=outcome, error=error))
+        pauses.append(tries.pause(1))
+    assert pauses == [0, 1, 0, 25, 0, 25]
+
+
 def test_the_same_error_of_many_tasks_is_told_a_few_times() -> None:
     """Another one is told all the same."""
     said: list[str] = []
