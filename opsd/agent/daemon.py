@@ -25,7 +25,6 @@ from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.metrics import brief_samples, log_samples, reload_samples
 from opsd.agent.notify import Annotator, Announcer, Notifications
-from opsd.agent.policy import ActionLimits
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.admission import own_hosts
 from opsd.agent.web.app import App
@@ -45,7 +44,6 @@ from opsd.launch.io.loop import Loop as SocketLoop
 from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates, SlurmDrainer, keep_applying
-from opsd.slurm.ownership import Rules
 from opsd.words import printable
 
 
@@ -91,7 +89,9 @@ class Daemon:
         self._control = Control(incident_manager, self._journal, log)
         self._reloader, self._trim = Reloader(settings, read, self._apply, log, wanted), Trim()
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
-        self._loop.others.append(lambda: brief_samples(incident_manager.current, incident_manager.mode_of, agent.node))
+        self._loop.others.append(
+            lambda: brief_samples(incident_manager.current, incident_manager.policy.mode_of, agent.node)
+        )
         ledgers = Ledgers()
         if agent.run_seconds:
             seconds = RunSeconds(ledgers)
@@ -153,8 +153,7 @@ class Daemon:
         if made is not None:
             self._loop.replace_collectors(made)
         self._loop.replace_judge(judge)
-        mode_of, limits = new.policy.mode_of, ActionLimits.of(new.policy)
-        for former in self._incident_manager.replace_policy(judge, executor, mode_of, limits, listeners):
+        for former in self._incident_manager.replace_policy(judge, executor, new.policy, listeners):
             if isinstance(former, Announcer | Annotator):
                 former.close()
         self._server.web, self._server.hosts = web, own_hosts(new.agent.node, new.agent.names)
@@ -182,7 +181,7 @@ def _drainer(settings: Settings) -> Drainer:
     """Drains this node through this machine's Slurm, which is looked up on use, and orders its repair if it may."""
     slurm = cache(lambda: choose().slurm)
     updates = DeferredUpdates(settings.agent.state_dir)
-    drain = SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
+    drain = SlurmDrainer(slurm, settings.agent.node, settings.policy, updates)
     if settings.policy.repair == "observe":
         return drain
     from opsd.repair.order import Ordering  # most agents order nothing
@@ -195,8 +194,7 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
     if notify.receiver:
-        muted = ActionLimits.of(settings.policy).muted
-        told.append(Announcer(notifier, node, log, muted=muted, mode_of=settings.policy.mode_of))
+        told.append(Announcer(notifier, node, log, muted=settings.policy.muted, mode_of=settings.policy.mode_of))
     if notify.grafana_url:
         told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
     return told
@@ -222,7 +220,7 @@ def _loop(settings: Settings, journal: Journal, log: Log) -> tuple[Loop, Inciden
     agent, policy = settings.agent, settings.policy
     notifier, judge = Notifications(log, settings.notify.receiver), _judge(settings, log)
     incident_manager = IncidentManager(
-        judge, _executor(settings, notifier), journal, log, mode_of=policy.mode_of, limits=ActionLimits.of(policy),
+        judge, _executor(settings, notifier), journal, log, policy=policy,
         started_at=time.time(), listeners=_listeners(settings, notifier, log),
     )  # fmt: skip
     window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
@@ -262,7 +260,7 @@ class Orders:
             updates.enable()
         else:
             updates.disable()
-        parts = (updates, cache(lambda: choose().slurm), Rules.of(settings.policy), self._say, self._stop)
+        parts = (updates, cache(lambda: choose().slurm), settings.policy, self._say, self._stop)
         threading.Thread(target=keep_applying, args=parts, name="slurm-orders", daemon=True).start()
 
     def _say(self, sentence: str) -> None:

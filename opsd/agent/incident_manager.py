@@ -23,7 +23,6 @@ from opsd.agent.policy import (
     HARMLESS,
     OF_A_RUN,
     UNCONFIRMED,
-    ActionLimits,
     Decision,
     PastAction,
     Ruling,
@@ -35,6 +34,7 @@ from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.window import Window
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Done, Finding, Incident, State
+from opsd.settings.policy import PolicySettings
 
 MAX_OF_USER: Final = 64
 """Incidents of one user, current ones and those of the last ``REST_S``.
@@ -136,13 +136,12 @@ class IncidentManager:
         journal: Journal,
         log: Log,
         *,
-        mode_of: Callable[[str], str],
-        limits: ActionLimits,
+        policy: PolicySettings,
         started_at: float,
         listeners: Sequence[Listener] = (),
     ) -> None:
         self._judge, self._executor, self._journal, self._log = judge, executor, journal, log
-        self._mode_of, self._limits, self._listeners = mode_of, limits, listeners
+        self.policy, self._listeners = policy, listeners
         self._started_at = started_at
         self.opened: Counter[str] = Counter()
         self.cost: dict[str, float] = defaultdict(float)
@@ -172,25 +171,19 @@ class IncidentManager:
         return len(self._over_quota)
 
     @property
-    def mode_of(self) -> Callable[[str], str]:
-        """The policy's mode by kind of incident."""
-        return self._mode_of
-
-    @property
     def current(self) -> tuple[Incident, ...]:
         """The incidents that are not over."""
         return tuple(self._book.incidents.values())
 
     def replace_policy(
-        self, judge: Judge, executor: Executor, mode_of: Callable[[str], str], limits: ActionLimits,
-        listeners: Sequence[Listener],
-    ) -> Sequence[Listener]:  # fmt: skip
+        self, judge: Judge, executor: Executor, policy: PolicySettings, listeners: Sequence[Listener]
+    ) -> Sequence[Listener]:
         """Judge, act and tell by these from now on; returns the former listeners.
 
         Incidents, history and counters stay, and so do the outcomes of actions that are under way.
         """
         executor.take_over(self._executor)
-        self._judge, self._executor, self._mode_of, self._limits = judge, executor, mode_of, limits
+        self._judge, self._executor, self.policy = judge, executor, policy
         former, self._listeners = self._listeners, listeners
         return former
 
@@ -321,7 +314,7 @@ class IncidentManager:
 
     def _resume(self, view: Window) -> None:
         """Carry out what the end of the earlier agent cut off, or give it up. What is carried out is recorded first."""
-        due = self._unfinished.due(self.current, self._judge, self._mode_of, self._limits, view)
+        due = self._unfinished.due(self.current, self._judge, self.policy, view)
         for number, action, incident, refusal in due:
             if refusal:
                 detail = f"{lifecycle.GIVEN_UP}{refusal}"
@@ -417,10 +410,10 @@ class IncidentManager:
         self._history = [past for past in self._history if view.wall - past.at < KEEP_ACTIONS_S]
         changed = {}
         for incident in waiting:
-            actions, mode = remedies.get(incident.id, ()), self._mode_of(incident.kind)
+            actions, mode = remedies.get(incident.id, ()), self.policy.mode_of(incident.kind)
             confirmed = self._judge.confirmed(incident, view.witnessed) if any(map(needs_witness, actions)) else ()
             decisions = decide(
-                incident, actions, mode, self._history, self._limits, self._started_at, view.wall,
+                incident, actions, mode, self._history, self.policy, self._started_at, view.wall,
                 self._user_of, confirmed, self._journal.problem,
             )  # fmt: skip
             after = self._note([d for d in decisions if d.verdict is not Ruling.RUN], incident, view.wall)
@@ -534,9 +527,8 @@ class ActionRecovery:
         self._waiting += [(incident.id, number, None) for number, _ in unfinished(incident)]
 
     def due(
-        self, current: Sequence[Incident], judge: Judge, mode_of: Callable[[str], str], limits: ActionLimits,
-        view: Window,
-    ) -> Iterator[tuple[int, Action, Incident, str]]:  # fmt: skip
+        self, current: Sequence[Incident], judge: Judge, policy: PolicySettings, view: Window
+    ) -> Iterator[tuple[int, Action, Incident, str]]:
         """Actions to carry out, or with why they are given up: number, action, incident, "" or the reason.
 
         What changes hardware waits for the word of kernel or driver.
@@ -549,7 +541,7 @@ class ActionRecovery:
                 continue
             record: Mapping[str, Any] = incident.actions[number]
             action = Action(record["verb"], record["target"], {**record["args"], "resumed": True}, record["reason"])
-            refusal = why_not(incident.kind, record, mode_of(incident.kind), limits, view.wall)
+            refusal = why_not(incident.kind, record, policy, view.wall)
             if not refusal and needs_witness(action) and not _confirmed(action, incident, judge, view):
                 first_asked = view.now if since is None else since
                 if view.now - first_asked < CONFIRM_WITHIN_S:
@@ -559,7 +551,7 @@ class ActionRecovery:
             yield number, action, incident, refusal
 
 
-def why_not(kind: str, record: Mapping[str, Any], mode: str, limits: ActionLimits, now: float) -> str:
+def why_not(kind: str, record: Mapping[str, Any], policy: PolicySettings, now: float) -> str:
     """Why an action that the end of an agent cut off is not to be carried out now, "" if it may be.
 
     ``record`` is its entry in ``Incident.actions``, ``now`` is in epoch seconds.
@@ -570,9 +562,9 @@ def why_not(kind: str, record: Mapping[str, Any], mode: str, limits: ActionLimit
         return "doing it twice could do harm"
     if not abs(now - record["at"]) < RESUME_WITHIN_S:
         return f"it was begun more than {RESUME_WITHIN_S / 60:.0f} minutes ago"
-    if record["verb"] not in HARMLESS and mode != "act":
+    if record["verb"] not in HARMLESS and (mode := policy.mode_of(kind)) != "act":
         return f"policy mode is now {mode}"
-    return limits.muted(kind, now)
+    return policy.muted(kind, now)
 
 
 def _confirmed(action: Action, incident: Incident, judge: Judge, view: Window) -> bool:

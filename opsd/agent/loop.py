@@ -185,7 +185,7 @@ class Loop:
             runs=self._window.runs,
             repairs=self._incident_manager.repairs.shown,
             journal_problem=self._journal.problem,
-            mode_of=self._incident_manager.mode_of,
+            mode_of=self._incident_manager.policy.mode_of,
         )
 
     def _own(self, tick_s: float) -> Iterator[tuple[Sample, ...]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from opsd.runbooks.base import Action, Incident
-from opsd.settings.policy import Override, PolicySettings, Silence, active_silence
+from opsd.settings.policy import PolicySettings, active_silence
 
 HOUR_S = 3600.0
 HARMLESS = frozenset({"notify"})
@@ -24,39 +24,6 @@ class Ruling(StrEnum):
     RUN = "run"
     RECOMMEND = "recommended"
     REFUSE = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class ActionLimits:
-    """The limits of actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``.
-
-    Without ``drain`` no node is taken out of service.
-    """
-
-    cooldown_s: float = 60.0
-    max_actions_per_hour: int = 12
-    cooldowns: Mapping[str, float] = field(default_factory=dict)
-    maintenance: tuple[Silence, ...] = ()
-    mute: tuple[Silence, ...] = ()
-    drain: bool = False
-
-    @classmethod
-    def of(cls, policy: PolicySettings) -> ActionLimits:
-        """The limits that the settings ask for."""
-        cooldowns = {
-            kind: override.cooldown_s
-            for kind, override in policy.runbooks.items()
-            if isinstance(override, Override) and override.cooldown_s is not None
-        }
-        maintenance, mute = (tuple(time.silence() for time in times) for times in (policy.maintenance, policy.mute))
-        return cls(policy.cooldown_s, policy.max_actions_per_hour, cooldowns, maintenance, mute, policy.drain)
-
-    def muted(self, kind: str, wall: float) -> str:
-        """Why notifications about ``kind`` are silenced at the epoch second ``wall``, "" if they are not."""
-        for name, spans in (("maintenance", self.maintenance), ("muted", self.mute)):
-            if span := active_silence(spans, kind, wall):
-                return f"{name}: {span.reason}" if span.reason else name
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +55,7 @@ def decide(
     actions: Sequence[Action],
     mode: str,
     history: Sequence[PastAction],
-    limits: ActionLimits,
+    policy: PolicySettings,
     started_at: float,
     now: float,
     user_of: Callable[[Action], int | None] = lambda _action: None,
@@ -107,16 +74,16 @@ def decide(
     """
     if mode == "observe":
         return ()
-    muted = limits.muted(incident.kind, now)
+    muted = policy.muted(incident.kind, now)
     silent = [action for action in actions if muted and action.verb in HARMLESS]
-    actions = [a for a in actions if a not in silent and (limits.drain or a.verb != "drain_node")]
+    actions = [a for a in actions if a not in silent and (policy.drain or a.verb != "drain_node")]
     checks: tuple[Callable[[Action], str], ...] = (
         lambda action: _unrecorded(action, mode, unrecorded),
         lambda _action: _stale(incident, started_at),
-        lambda _action: muted if active_silence(limits.maintenance, incident.kind, now) else "",
+        lambda _action: muted if active_silence(policy.maintenance, incident.kind, now) else "",
         lambda action: _unconfirmed(action, confirmed),
-        lambda action: _cooling(incident.kind, action, history, limits, now),
-        lambda action: _too_many(incident.kind, action, actions, history, limits, now, user_of),
+        lambda action: _cooling(incident.kind, action, history, policy, now),
+        lambda action: _too_many(incident.kind, action, actions, history, policy, now, user_of),
     )
     decisions = []
     for action in actions:
@@ -161,10 +128,10 @@ def _unconfirmed(action: Action, confirmed: Sequence[Action]) -> str:
     return UNCONFIRMED
 
 
-def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: ActionLimits, now: float) -> str:
+def _cooling(kind: str, action: Action, history: Sequence[PastAction], policy: PolicySettings, now: float) -> str:
     if action.verb in HARMLESS:
         return ""
-    cooldown_s = limits.cooldowns.get(kind, limits.cooldown_s)
+    cooldown_s = policy.cooldown_of(kind)
     recent = any(
         past.kind == kind and past.target == action.target and past.verb not in HARMLESS and now - past.at < cooldown_s
         for past in history
@@ -177,13 +144,13 @@ def _too_many(
     action: Action,
     actions: Sequence[Action],
     history: Sequence[PastAction],
-    limits: ActionLimits,
+    policy: PolicySettings,
     now: float,
     user_of: Callable[[Action], int | None],
 ) -> str:
     if action.verb in HARMLESS:
         return ""
-    user, limit = user_of(action), limits.max_actions_per_hour
+    user, limit = user_of(action), policy.max_actions_per_hour
     wanted = _number((a.verb, a.target, now) for a in actions if a.verb not in HARMLESS and user_of(a) == user)
     recent = _number(
         (past.verb, past.target, past.at)

@@ -1,4 +1,4 @@
-"""What `opsd drain` and `opsd undrain` share: nodes, rules, orders and evidence."""
+"""What `opsd drain` and `opsd undrain` share: nodes, policy, orders and evidence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from opsd.commands.agent_client import Agent, NoAgent, Refused
 from opsd.commands.options import config_options, option, options
 from opsd.config import Settings
 from opsd.files import write_text
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment, ownership
 from opsd.slurm.check import may_update_nodes
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates
 from opsd.slurm.hostlist import HostlistError, expand
-from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 
 
@@ -85,7 +85,7 @@ class NodeService:
     """What both commands work with. ``say`` gets each sentence; ``now`` is in epoch seconds."""
 
     slurm: Slurm
-    rules: Rules
+    policy: PolicySettings
     updates: DeferredUpdates
     say: Callable[[str], None]
     now: float
@@ -128,21 +128,21 @@ class NodeService:
         comments = self.slurm.comments(update.names)
         records = {name: node_comment.read(comment) for name, comment in comments.items()}
         if update.verb == "drain":
-            return ownership.drain_objections(self.slurm.nodes(), records, update.names, self.rules, self.now)
+            return ownership.drain_objections(self.slurm.nodes(), records, update.names, self.policy, self.now)
         found = {node.name: node for node in self.slurm.nodes(update.names)}
         unknown = [f"Slurm has no node {name}" for name in update.names if name not in found]
         refusals = (
-            ownership.return_objection(node, records[name], update.checked.get(name), self.rules, self.now)
+            ownership.return_objection(node, records[name], update.checked.get(name), self.policy, self.now)
             for name, node in found.items()
         )
         return [*unknown, *filter(None, refusals)]
 
     def _do(self, update: DeferredUpdate) -> Sequence[str]:
         if update.verb == "drain":
-            done = ownership.drain(self.slurm, update.names, update.told, self.rules, force=update.force, now=self.now)
+            done = ownership.drain(self.slurm, update.names, update.told, self.policy, force=update.force, now=self.now)
         else:
             done = ownership.give_back(
-                self.slurm, update.names, update.checked, self.rules, force=update.force, now=self.now
+                self.slurm, update.names, update.checked, self.policy, force=update.force, now=self.now
             )
         verb = "drained" if update.verb == "drain" else "gave back"
         if done:
@@ -167,9 +167,7 @@ class NodeService:
 
 def node_service(settings: Settings, say: Callable[[str], None]) -> NodeService:
     """The service of this machine."""
-    return NodeService(
-        choose().slurm, Rules.of(settings.policy), DeferredUpdates(settings.agent.state_dir), say, time.time()
-    )
+    return NodeService(choose().slurm, settings.policy, DeferredUpdates(settings.agent.state_dir), say, time.time())
 
 
 def write_evidence(

@@ -32,12 +32,11 @@ from opsd.repair.machine import NodeMachine, RemedyError, run_command
 from opsd.repair.pair import Pair
 from opsd.repair.parts import RemoteDriver, RemoteTests
 from opsd.repair.release import release
-from opsd.repair.repair_plan import Case, Remedy, RepairLimits, Step, closed
+from opsd.repair.repair_plan import Case, Step, closed
 from opsd.settings.policy import active_silence
 from opsd.slurm import node_comment
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
-from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 from opsd.spares import pool, readiness
 from opsd.spares.pool import has_requirements
@@ -93,7 +92,7 @@ def repair(
     dependencies = _dependencies(settings, slurm, given, helpers, say)
     if ordered:
         dependencies = replace(dependencies, paused=partial(_maintenance, settings), by_policy=True)
-    work = Repair(settings.agent.node, cases, dependencies, Rules.of(settings.policy), limits(settings))
+    work = Repair(settings.agent.node, cases, dependencies, settings.policy, settings.repair)
     try:
         if acting or ordered:
             return _do(work, cases, settings, ordered, as_json)
@@ -144,7 +143,7 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
 def tell(settings: Settings, case: Case) -> None:
     """Notify people of the repair's end, if they are notified of incidents."""
     where, muted = settings.notify.receiver, (*settings.policy.maintenance, *settings.policy.mute)
-    if where is None or active_silence((span.silence() for span in muted), case.kind, time.time()):
+    if where is None or active_silence(muted, case.kind, time.time()):
         return
     text = f"{case.node}: {ENDS[case.end or 'left']}: {case.verdict}"
     fields = {
@@ -180,15 +179,8 @@ def _show(work: Repair, under_way: Case | None, as_json: bool) -> int:
 
 
 def _maintenance(settings: Settings, kind: str, now: float) -> str:
-    span = active_silence((span.silence() for span in settings.policy.maintenance), kind, now)
+    span = active_silence(settings.policy.maintenance, kind, now)
     return f"maintenance{f': {span.reason}' if span.reason else ''}" if span else ""
-
-
-def limits(settings: Settings) -> RepairLimits:
-    """The limits that the settings ask for."""
-    chosen = settings.repair
-    remedies = tuple(remedy for remedy in Remedy if remedy in chosen.remedies)
-    return RepairLimits(remedies, chosen.attempts, chosen.max_per_week, chosen.reboot_s)
 
 
 def _dependencies(

@@ -37,11 +37,12 @@ from opsd.preflight.judge import Yardsticks
 from opsd.preflight.network.plan import NETWORK
 from opsd.preflight.report import Report
 from opsd.preflight.training import demand_by
+from opsd.settings.policy import PolicySettings
 from opsd.settings.sections import PreflightSettings
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.ownership import PreflightResult, Rules, give_back, note_test
+from opsd.slurm.ownership import PreflightResult, give_back, note_test
 from opsd.slurm.port import Slurm, SlurmError
 
 HISTORY: Final = "preflight.sqlite"
@@ -275,7 +276,7 @@ def _logs(state_dir: Path) -> Iterator[Path]:
             yield Path(temporary)
 
 
-DEFAULT: Final = Rules()
+DEFAULT: Final = PolicySettings()
 MARK: Final = "preflight"
 """Follows opsd's prefix in the reasons of these drains; only such nodes are returned here."""
 Drain = Callable[[str, str], str]
@@ -292,7 +293,7 @@ def act(
     evidence: Path,
     drain: Drain,
     slurm: Callable[[], Slurm],
-    rules: Rules = DEFAULT,
+    policy: PolicySettings = DEFAULT,
     *,
     whole: bool = False,
 ) -> str:
@@ -300,7 +301,7 @@ def act(
 
     An interrupted preflight does nothing. A node is returned only if an earlier preflight of the same profile drained
     it and it does not relapse too often. A drain by a person or an incident stays. One that is in service and has
-    passed the ``whole`` of ``rules.profile`` counts as tested in its history, which then has its NVLink domain.
+    passed the ``whole`` of ``policy.return_profile`` counts as tested in its history, which then has its NVLink domain.
     """
     if report.interrupted:
         return ""
@@ -309,12 +310,12 @@ def act(
     try:
         found = slurm().nodes([report.node])
         if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
-            proved = bool(found) and found[0].usable and whole and report.profile == rules.profile
+            proved = bool(found) and found[0].usable and whole and report.profile == policy.return_profile
             noted = proved and note_test(slurm(), report.node, report.started, _domain(report))
             return f"{report.node} counts as tested" if noted else ""
-        rules = replace(rules, profile=report.profile)
+        policy = policy.model_copy(update={"return_profile": report.profile})
         passed = {report.node: PreflightResult(report.ended, passed=True)}
-        back = give_back(slurm(), [report.node], passed, rules, now=report.ended)
+        back = give_back(slurm(), [report.node], passed, policy, now=report.ended)
         return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:
         raise SlurmError(f"Slurm: {error}") from error
@@ -343,11 +344,11 @@ def quarantine(
         evidence = settings.agent.state_dir / f"preflight-{report.node}-{report.started:.0f}.json"
         keep(report, {"json": evidence}, None, console)
     slurm = cache(lambda: choose().slurm)
-    rules = Rules.of(settings.policy)
-    drainer = ordering(SlurmDrainer(slurm, report.node, rules))
+    policy = settings.policy
+    drainer = ordering(SlurmDrainer(slurm, report.node, policy))
     try:
         whole = is_whole(report, CHECKS, settings.preflight)
-        done = act(report, evidence.absolute(), drainer, slurm, rules, whole=whole)
+        done = act(report, evidence.absolute(), drainer, slurm, policy, whole=whole)
     except (SlurmError, SelectionError) as error:
         say(console, f"{report.node} was left as it is: {error}")
     else:

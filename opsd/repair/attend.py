@@ -13,11 +13,13 @@ from opsd.repair import repair_plan
 from opsd.repair.case_file import CaseFile, Refusal
 from opsd.repair.faults import FAULTS, begin_at
 from opsd.repair.machine import Machine, RemedyError
-from opsd.repair.repair_plan import Case, End, Facts, Hold, Remedy, RepairLimits, Step
+from opsd.repair.repair_plan import Case, End, Facts, Hold, Remedy, Step
 from opsd.repair.retest import Retested
+from opsd.settings.policy import PolicySettings
+from opsd.settings.sections import RepairSettings
 from opsd.slurm import drain, node_comment, ownership
 from opsd.slurm.output import CONFIGURED_NOT
-from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Job, Node, Slurm, SlurmError, SlurmUnavailable
 
 POLL_S, JOBS_POLL_S = 5.0, 15.0
@@ -73,9 +75,15 @@ class Repair:
     """The repair of ``node``, this machine."""
 
     def __init__(
-        self, node: str, file: CaseFile, dependencies: Dependencies, rules: Rules, limits: RepairLimits
+        self, node: str, file: CaseFile, dependencies: Dependencies, policy: PolicySettings, settings: RepairSettings
     ) -> None:
-        self._node, self._file, self._dependencies, self._rules, self._limits = node, file, dependencies, rules, limits
+        self._node, self._file, self._dependencies, self._policy, self._settings = (
+            node,
+            file,
+            dependencies,
+            policy,
+            settings,
+        )
 
     def proposed(self) -> Case:
         """A new case for what the node was drained for, not recorded yet. Raises RepairError and SlurmError."""
@@ -107,14 +115,14 @@ class Repair:
             return
         told = ownership.reason("preflight", f"{refusal.failures}; Slurm's prolog refused a job", incident="prolog")
         try:
-            ownership.take_over(self._dependencies.slurm, self._node, told, self._rules, now=now)
+            ownership.take_over(self._dependencies.slurm, self._node, told, self._policy, now=now)
         except ownership.Refused as error:
             raise RepairError(str(error)) from error
 
     def next(self, case: Case) -> Step:
         """What would be done now. Raises SlurmError."""
         facts, _ = self._look(case.kind)
-        return repair_plan.next_step(repair_plan.settled(case, facts, self._limits), facts, self._limits)
+        return repair_plan.next_step(repair_plan.settled(case, facts, self._settings), facts, self._settings)
 
     def attend(self, case: Case) -> Case:
         """Take ``case`` to its end, or until the node reboots. Raises CaseError; what Slurm refuses is waited for."""
@@ -123,10 +131,10 @@ class Repair:
             facts, found = self._look(case.kind)
             if facts.hold == "ours" and found is not None and found.state == "down" and "drain" not in found.flags:
                 self._drain_again(found)
-            before, case = case, repair_plan.settled(case, facts, self._limits)
+            before, case = case, repair_plan.settled(case, facts, self._settings)
             if case != before:
                 self._taken_up(case)
-            step = repair_plan.next_step(case, facts, self._limits)
+            step = repair_plan.next_step(case, facts, self._settings)
             if facts.hold == "ours" and case.paused != facts.paused:
                 case = self._recorded(repair_plan.paused(case, facts))
             if step.do == "wait":
@@ -232,7 +240,7 @@ class Repair:
         checked = {self._node: proof} if proof else {}
         try:
             ownership.give_back(
-                self._dependencies.slurm, [self._node], checked, self._rules, now=self._dependencies.clock()
+                self._dependencies.slurm, [self._node], checked, self._policy, now=self._dependencies.clock()
             )
         except SlurmUnavailable:
             raise
@@ -288,7 +296,7 @@ class Repair:
             return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
         history = node_comment.read(comment)
-        relapsed = ownership.relapse_objection(self._node, history, self._rules)
+        relapsed = ownership.relapse_objection(self._node, history, self._policy)
         rebooting = found is not None and bool(found.flags & REBOOTING) and "invalid_reg" not in found.flags
         recent, paused = self._file.recent(self._node, now, history.anew), self._dependencies.paused(kind, now)
         if self._dependencies.by_policy and found is not None and "maintenance" in found.flags:

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Final, Literal
 
 from opsd.collectors.base import RepairFact, RepairStep
+from opsd.settings.sections import RepairSettings
 
 
 class Remedy(StrEnum):
@@ -32,6 +33,8 @@ class Remedy(StrEnum):
 REMEDIES: Final = tuple(Remedy)
 TRIES: Final = {Remedy.PROCESSES: 1, Remedy.RESET: 1, Remedy.RELOAD: 1, Remedy.REBOOT: 2}
 """How often each remedy is tried: two reboots without success mean hardware (NVIDIA's guide to Xid errors)."""
+TOTAL_S: Final = 86_400.0
+"""After so many seconds of remedies and tests a repair is given up. Waiting is free."""
 RETEST, RETURN = "retest", "return"
 CUT_OFF = "cut off by the end of the program"
 UNANSWERED = "Slurm has not answered the order"
@@ -96,20 +99,6 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class RepairLimits:
-    """``remedies`` are those allowed, ``attempts`` how many a repair may try, ``max_per_week`` how many repairs a node.
-
-    Seconds: a reboot has ``reboot_s``; after ``total_s`` of remedies and tests a repair is given up. Waiting is free.
-    """
-
-    remedies: tuple[Remedy, ...] = REMEDIES
-    attempts: int = 3
-    max_per_week: int = 4
-    reboot_s: float = 1800.0
-    total_s: float = 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """The next step and its reason: wait, begin a remedy (``remedy``), retest, return the node, or end the case."""
 
@@ -160,7 +149,7 @@ def paused(case: Case, facts: Facts) -> Case:
     return replace(case, paused="", resumed_at=facts.now)
 
 
-def settled(case: Case, facts: Facts, limits: RepairLimits) -> Case:
+def settled(case: Case, facts: Facts, settings: RepairSettings) -> Case:
     """The case once it is known what became of an attempt that an earlier program began; unchanged while it is not."""
     last = case.last
     if last is None or last.ok is not None:
@@ -171,18 +160,18 @@ def settled(case: Case, facts: Facts, limits: RepairLimits) -> Case:
         return ended(case, False, why, facts.now)
     if booted and not facts.rebooting:
         took_s = facts.now - last.at
-        if not 0 <= took_s <= limits.reboot_s:  # the clock was set, or the node was off
+        if not 0 <= took_s <= settings.reboot_s:  # the clock was set, or the node was off
             return ended(case, True, "booted again", facts.now)
         return ended(case, True, f"booted again after {took_s:.0f} s", facts.now, took_s)
     took_s = facts.uptime_s - last.uptime_s
-    if not booted and last.detail != UNANSWERED and took_s > limits.reboot_s:
-        return ended(case, False, f"has not rebooted within {limits.reboot_s:.0f} s", facts.now, took_s)
+    if not booted and last.detail != UNANSWERED and took_s > settings.reboot_s:
+        return ended(case, False, f"has not rebooted within {settings.reboot_s:.0f} s", facts.now, took_s)
     return case
 
 
-def next_step(case: Case, facts: Facts, limits: RepairLimits) -> Step:
+def next_step(case: Case, facts: Facts, settings: RepairSettings) -> Step:
     """What to do now in a case that is ``settled`` and under way. What is unknown never leads to an action."""
-    step = _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+    step = _interrupted(case, facts) or _given_up(case, facts, settings) or _onward(case, settings)
     return Step("wait", "it has just booted") if step.do == "retest" and facts.settling else step
 
 
@@ -207,7 +196,7 @@ def _interrupted(case: Case, facts: Facts) -> Step | None:
     return Step("wait", facts.paused) if facts.paused else None
 
 
-def _given_up(case: Case, facts: Facts, limits: RepairLimits) -> Step | None:
+def _given_up(case: Case, facts: Facts, settings: RepairSettings) -> Step | None:
     """Why the repair ends without the node's return, None if it goes on."""
     last = case.last
     if last is not None and last.what == RETURN:
@@ -217,21 +206,21 @@ def _given_up(case: Case, facts: Facts, limits: RepairLimits) -> Step | None:
     again: Literal["rma", "left"] = "left" if case.first is Remedy.PROCESSES else "rma"  # nothing says it is hardware
     if not case.remedies and facts.relapsed:
         return Step(again, facts.relapsed)
-    if not case.remedies and facts.recent >= limits.max_per_week:
+    if not case.remedies and facts.recent >= settings.max_per_week:
         return Step(again, f"{facts.recent} repairs within a week did not last")
-    if sum(attempt.took_s for attempt in case.attempts) > limits.total_s:
-        return Step(_unsuccessful(case), f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
+    if sum(attempt.took_s for attempt in case.attempts) > TOTAL_S:
+        return Step(_unsuccessful(case), f"not over after {TOTAL_S / 3600:.0f} h of remedies and tests")
     return None
 
 
-def _onward(case: Case, limits: RepairLimits) -> Step:
+def _onward(case: Case, settings: RepairSettings) -> Step:
     """The return after a test that was passed, the test after a remedy, or the next remedy."""
     last = case.last
     if last is not None and last.what == RETEST and last.ok:
         return Step("return", last.detail)
     if last is not None and ((last.what in REMEDIES and last.ok) or _retest_again(case)):
         return Step("retest", last.detail)
-    return _next_rung(case, limits)
+    return _next_rung(case, settings)
 
 
 def _retest_again(case: Case) -> bool:
@@ -246,15 +235,15 @@ def _retest_again(case: Case) -> bool:
     return 0 < cut_off < CUT_OFF_RETESTS
 
 
-def _next_rung(case: Case, limits: RepairLimits) -> Step:
+def _next_rung(case: Case, settings: RepairSettings) -> Step:
     tried = [Remedy(attempt.what) for attempt in case.remedies]
     last = case.last
     why = last.detail if last is not None else case.reason
-    if len(tried) >= limits.attempts:
+    if len(tried) >= settings.attempts:
         return Step(_unsuccessful(case), f"{len(tried)} attempts without success; the last: {why}")
     lowest = REMEDIES.index(Remedy.REBOOT if why.startswith(HELD) else tried[-1] if tried else case.first)
     for remedy in REMEDIES[lowest:]:
-        if remedy in limits.remedies and tried.count(remedy) < TRIES[remedy]:
+        if remedy in settings.remedies and tried.count(remedy) < TRIES[remedy]:
             return Step("remedy", why, remedy)
     if not tried:
         return Step("left", "no remedy that is allowed fits (repair.remedies)")

@@ -21,7 +21,6 @@ from opsd.agent.judge import Judge
 from opsd.agent.kept_window import SAVE_S, pack, unpack
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
-from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors import witnesses
 from opsd.collectors.base import NoData, Sample
@@ -29,6 +28,7 @@ from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Action, Incident
 from opsd.scenarios.model import Expectation, Mode, Scenario
 from opsd.scenarios.node import COLLECTORS, NODE, SimulatedNode
+from opsd.settings.policy import PolicySettings
 
 
 @dataclass
@@ -147,8 +147,7 @@ class _Player:
             _SimulatedExecutor(self),
             journal,
             log,
-            mode_of=lambda _kind: self.played.mode,
-            limits=ActionLimits(),
+            policy=PolicySettings(mode=self.played.mode),
             started_at=self._node.wall,
             listeners=[self._heard],
         )

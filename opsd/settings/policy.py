@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
@@ -15,37 +14,6 @@ from opsd.settings.section import Section
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 MINUTES_A_DAY = 24 * 60
 _WEEKLY = re.compile(r"(\w{3}) (\d\d):(\d\d) - (\w{3}) (\d\d):(\d\d)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """A time span for incidents of ``kinds`` (none: all of them).
-
-    Either once, from the epoch second ``start`` to ``end``, or ``weekly``: from one minute of the week to another,
-    counted from Monday 00:00 UTC, over the end of the week if the second lies before the first.
-    """
-
-    kinds: tuple[str, ...] = ()
-    reason: str = ""
-    start: float = 0.0
-    end: float = 0.0
-    weekly: tuple[int, int] | None = None
-
-    def covers(self, kind: str, wall: float) -> bool:
-        """True if the span applies to ``kind`` at the epoch second ``wall``."""
-        if self.kinds and kind not in self.kinds:
-            return False
-        if self.weekly is None:
-            return self.start <= wall < self.end
-        now = datetime.fromtimestamp(wall, UTC)
-        minute = now.weekday() * MINUTES_A_DAY + now.hour * 60 + now.minute
-        first, last = self.weekly
-        return first <= minute < last if first < last else minute >= first or minute < last
-
-
-def active_silence(silences: Iterable[Silence], kind: str, wall: float) -> Silence | None:
-    """The first of ``silences`` that applies at the epoch second ``wall``, or None."""
-    return next((silence for silence in silences if silence.covers(kind, wall)), None)
 
 
 def parse_weekly(text: str) -> tuple[int, int]:
@@ -72,8 +40,8 @@ def _is_weekly(text: str) -> str:
     return text
 
 
-class SilenceSettings(Section):
-    """One span: ``start`` and ``end``, or ``weekly``."""
+class Silence(Section):
+    """One span for incidents of ``kinds`` (none: all of them): ``start`` and ``end``, or ``weekly``, in UTC."""
 
     start: AwareDatetime | None = None
     end: AwareDatetime | None = None
@@ -90,12 +58,22 @@ class SilenceSettings(Section):
             raise ValueError("should end after its start")
         return self
 
-    def silence(self) -> Silence:
-        """The span as the policy takes it."""
-        if self.weekly is not None:
-            return Silence(self.kinds, self.reason, weekly=parse_weekly(self.weekly))
-        assert self.start is not None and self.end is not None
-        return Silence(self.kinds, self.reason, self.start.timestamp(), self.end.timestamp())
+    def covers(self, kind: str, wall: float) -> bool:
+        """True if the span applies to ``kind`` at the epoch second ``wall``."""
+        if self.kinds and kind not in self.kinds:
+            return False
+        if self.weekly is None:
+            assert self.start is not None and self.end is not None
+            return self.start.timestamp() <= wall < self.end.timestamp()
+        now = datetime.fromtimestamp(wall, UTC)
+        minute = now.weekday() * MINUTES_A_DAY + now.hour * 60 + now.minute
+        first, last = parse_weekly(self.weekly)
+        return first <= minute < last if first < last else minute >= first or minute < last
+
+
+def active_silence(silences: Iterable[Silence], kind: str, wall: float) -> Silence | None:
+    """The first of ``silences`` that applies at the epoch second ``wall``, or None."""
+    return next((silence for silence in silences if silence.covers(kind, wall)), None)
 
 
 class Override(Section):
@@ -134,13 +112,13 @@ class PolicySettings(Section):
         description="An incident that is over and comes back within this many seconds goes on as the same one.",
     )
     max_relapses: int = Field(default=3, ge=1, description="An incident that comes back this often is escalated.")
-    maintenance: tuple[SilenceSettings, ...] = Field(
+    maintenance: tuple[Silence, ...] = Field(
         default=(),
         strict=False,
         examples=[({"weekly": "tue 08:00 - tue 10:00", "reason": "service"},)],
         description="Times at which opsd does nothing and tells nobody: start and end, or weekly (UTC); for kinds.",
     )
-    mute: tuple[SilenceSettings, ...] = Field(
+    mute: tuple[Silence, ...] = Field(
         default=(),
         strict=False,
         examples=[({"weekly": "sat 00:00 - mon 06:00", "kinds": ("fan_failing",), "reason": "weekend"},)],
@@ -184,6 +162,19 @@ class PolicySettings(Section):
         """The mode that applies to incidents of ``kind``."""
         override = self.runbooks.get(kind)
         return (override.mode if isinstance(override, Override) else override) or self.mode
+
+    def cooldown_of(self, kind: str) -> float:
+        """The cool-down in seconds that applies to incidents of ``kind``."""
+        override = self.runbooks.get(kind)
+        own = override.cooldown_s if isinstance(override, Override) else None
+        return self.cooldown_s if own is None else own
+
+    def muted(self, kind: str, wall: float) -> str:
+        """Why notifications about ``kind`` are silenced at the epoch second ``wall``, "" if they are not."""
+        for name, spans in (("maintenance", self.maintenance), ("muted", self.mute)):
+            if span := active_silence(spans, kind, wall):
+                return f"{name}: {span.reason}" if span.reason else name
+        return ""
 
     def named_kinds(self) -> Sequence[tuple[str, str]]:
         """Each place that names a kind of incident: (key of the file, kind)."""

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
+from opsd.settings.policy import PolicySettings
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.faults import ClusterEffect, SimulatedFault
 from opsd.slurm import ownership
-from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Node, NodeUpdate
 from opsd.slurm.topology import Topology, even
 
@@ -30,7 +31,7 @@ class Cluster:
         self,
         size: int,
         loop: VirtualLoop,
-        rules: Rules,
+        rules: PolicySettings,
         person_s: float,
         returned: Callable[[str], None],
         per_switch: int = 0,

@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from opsd.settings.policy import PolicySettings
 from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import NO_TOPOLOGY, Cluster
 from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, SimulatedFault, level_at
 from opsd.simulate.job import KEEP, STEP_S, Job, Policy, Times, World
 from opsd.simulate.supervised import SupervisedJob
-from opsd.slurm.ownership import Rules
 from opsd.slurm.topology import Topology
 
 
@@ -32,7 +32,7 @@ class Setup:
     stall_s: float
     gpus: int = 8
     times: Times = field(default_factory=Times)
-    rules: Rules = field(default_factory=Rules)
+    rules: PolicySettings = field(default_factory=PolicySettings)
     per_switch: int = 0
     topology: Topology = NO_TOPOLOGY
     step_s: float = STEP_S

@@ -24,9 +24,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from opsd.durable import make_folder
 from opsd.files import write_text
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment, ownership
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 
 FOLDER = "slurm-orders"
@@ -90,12 +91,12 @@ class DeferredUpdates:
             return []
         return [(path, _read(path)) for path in sorted(self._folder.glob("*.json"))]
 
-    def apply(self, slurm: Slurm, rules: Rules, now: float) -> list[str]:
+    def apply(self, slurm: Slurm, policy: PolicySettings, now: float) -> list[str]:
         """Apply pending updates and describe the results. Updates that Slurm does not answer stay pending."""
         said: list[str] = []
         for path, update in self.pending():
             try:
-                outcome = _outcome(update, slurm, rules, now) if update else f"{path} is no order"
+                outcome = _outcome(update, slurm, policy, now) if update else f"{path} is no order"
             except SlurmUnavailable:
                 return said
             try:
@@ -109,7 +110,7 @@ class DeferredUpdates:
 def keep_applying(
     updates: DeferredUpdates,
     slurm: Callable[[], Slurm],
-    rules: Rules,
+    policy: PolicySettings,
     say: Callable[[str], None],
     stop: threading.Event,
     *,
@@ -121,7 +122,7 @@ def keep_applying(
         before, trouble = trouble, ""
         try:
             if updates.pending():
-                for sentence in updates.apply(slurm(), rules, time.time()):
+                for sentence in updates.apply(slurm(), policy, time.time()):
                     say(sentence)
         except OSError as error:
             trouble = f"orders that Slurm has not taken cannot be read: {error}"
@@ -129,24 +130,24 @@ def keep_applying(
                 say(trouble)
 
 
-def _outcome(update: DeferredUpdate, slurm: Slurm, rules: Rules, now: float) -> str:
+def _outcome(update: DeferredUpdate, slurm: Slurm, policy: PolicySettings, now: float) -> str:
     """Apply ``update`` and describe the result. Raises SlurmUnavailable."""
     try:
-        return _apply(update, slurm, rules, now)
+        return _apply(update, slurm, policy, now)
     except SlurmUnavailable:
         raise
     except SlurmError as error:
         return f"{update.verb} {', '.join(update.names)} was given up: {error}"
 
 
-def _apply(update: DeferredUpdate, slurm: Slurm, rules: Rules, now: float) -> str:
+def _apply(update: DeferredUpdate, slurm: Slurm, policy: PolicySettings, now: float) -> str:
     names = ", ".join(update.names)
     if now - update.at > VALID_S or _is_superseded(update, slurm):
         return f"{update.verb} {names} was dropped: it is of {ownership.day(update.at)} and no longer up to date"
     if update.verb == "drain":
-        done: Sequence[str] = ownership.drain(slurm, update.names, update.told, rules, force=update.force, now=now)
+        done: Sequence[str] = ownership.drain(slurm, update.names, update.told, policy, force=update.force, now=now)
     else:
-        done = ownership.give_back(slurm, update.names, update.checked, rules, force=update.force, now=now)
+        done = ownership.give_back(slurm, update.names, update.checked, policy, force=update.force, now=now)
     verb = "drained" if update.verb == "drain" else "gave back"
     return f"{verb} {', '.join(done)}" if done else f"{update.verb} {names}: nothing was left to do"
 
@@ -169,15 +170,15 @@ def _read(path: Path) -> DeferredUpdate | None:
 
 
 class SlurmDrainer:
-    """Drains ``node`` within ``rules``. ``slurm`` is called at each use.
+    """Drains ``node`` within ``policy``. ``slurm`` is called at each use.
 
     What Slurm did not answer to waits in ``updates``, if there are any, and is done once it answers.
     """
 
     def __init__(
-        self, slurm: Callable[[], Slurm], node: str, rules: Rules, updates: DeferredUpdates | None = None
+        self, slurm: Callable[[], Slurm], node: str, policy: PolicySettings, updates: DeferredUpdates | None = None
     ) -> None:
-        self._connect, self._node, self._rules, self._updates = slurm, node, rules, updates
+        self._connect, self._node, self._policy, self._updates = slurm, node, policy, updates
 
     def __call__(self, node: str, reason: str) -> str:
         """Drain ``node`` and say what was done; ``reason`` gets opsd's prefix if it lacks it. Raises SlurmError.
@@ -189,7 +190,7 @@ class SlurmDrainer:
             raise SlurmRejected(f"this agent drains {self._node} only, not {node}")
         told = reason if reason.startswith(OWN_PREFIX) else f"{OWN_PREFIX} {reason}"
         try:
-            fresh = ownership.drain(self._connect(), [node], told, self._rules)
+            fresh = ownership.drain(self._connect(), [node], told, self._policy)
         except SlurmUnavailable as error:
             raise SlurmUnavailable(f"Slurm: {error}{self._later(node, told)}") from error
         except (SlurmError, ValueError) as error:

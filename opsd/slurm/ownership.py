@@ -19,47 +19,18 @@ from opsd.slurm.node_comment import NodeHistory
 from opsd.slurm.port import Node, SlurmNodes, SlurmRejected
 
 DAY_S = 86_400.0
+CHECK_AGE_S = DAY_S
+"""A preflight that began longer ago does not return a node."""
 MANUAL = "manual"
 """Replaces the incident in the reason of a drain that a person asked for."""
 
 
 SMALL = 4
-"""One of so many nodes may be held for the sake of ``Rules.least``."""
+"""One of so many nodes may be held for the sake of ``policy.min_drained``."""
 
 
 class Refused(SlurmRejected):
     """The rules forbid it; the message has one sentence for each node concerned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """``share`` of the cluster's nodes may be held at once, and in a small cluster ``least`` of them, up to a quarter.
-
-    ``cooldown_s`` passes between two drains of a node.
-
-    A node is returned if it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
-    drained again within ``relapse_days`` after each of ``max_returns`` earlier returns.
-    """
-
-    share: float = 0.05
-    cooldown_s: float = 3600.0
-    max_returns: int = 2
-    relapse_days: float = 14.0
-    profile: str = "standard"
-    check_age_s: float = DAY_S
-    least: int = 3
-
-    @classmethod
-    def of(cls, policy: PolicySettings) -> Rules:
-        """The rules that the settings ask for."""
-        return cls(
-            policy.max_drained_share,
-            policy.drain_cooldown_s,
-            policy.max_returns,
-            policy.relapse_days,
-            policy.return_profile,
-            least=policy.min_drained,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +57,11 @@ def kind_of(told: str) -> str:
     return (incident if about.startswith(" ") or not words else words[0]).rstrip(":;")
 
 
-def allowance(nodes: Sequence[Node], rules: Rules) -> int:
+def allowance(nodes: Sequence[Node], policy: PolicySettings) -> int:
     """How many of ``nodes`` opsd may hold: their share rounded down, and in a small cluster somewhat more."""
-    return max(1, math.floor(rules.share * len(nodes) + 1e-9), min(rules.least, len(nodes) // SMALL))
+    return max(
+        1, math.floor(policy.max_drained_share * len(nodes) + 1e-9), min(policy.min_drained, len(nodes) // SMALL)
+    )
 
 
 def held(nodes: Sequence[Node]) -> list[Node]:
@@ -100,13 +73,13 @@ def held(nodes: Sequence[Node]) -> list[Node]:
     return sorted(ours, key=lambda node: (node.reason_at if node.reason_at is not None else math.inf, node.name))
 
 
-def surplus(nodes: Sequence[Node], name: str, rules: Rules) -> bool:
+def surplus(nodes: Sequence[Node], name: str, policy: PolicySettings) -> bool:
     """Whether ``name`` is held beyond the allowance: several agents may have drained at the same time."""
-    return name in {node.name for node in held(nodes)[allowance(nodes, rules) :]}
+    return name in {node.name for node in held(nodes)[allowance(nodes, policy) :]}
 
 
 def drain_objections(
-    nodes: Sequence[Node], records: Mapping[str, NodeHistory], names: Sequence[str], rules: Rules, now: float
+    nodes: Sequence[Node], records: Mapping[str, NodeHistory], names: Sequence[str], policy: PolicySettings, now: float
 ) -> list[str]:
     """Why ``names`` may not be drained, one sentence each; empty if they may be. ``nodes`` are all of the cluster."""
     known = {node.name: node for node in nodes}
@@ -114,9 +87,9 @@ def drain_objections(
     fresh = [name for name in dict.fromkeys(names) if name in known and not _held(known[name])]
     against += [sentence for name in fresh if (sentence := effects.foreign_hold(known[name]))]
     against += [
-        sentence for name in fresh if (sentence := _resting(name, records.get(name, NodeHistory()), rules, now))
+        sentence for name in fresh if (sentence := _resting(name, records.get(name, NodeHistory()), policy, now))
     ]
-    ours, limit = held(nodes), allowance(nodes, rules)
+    ours, limit = held(nodes), allowance(nodes, policy)
     if fresh and len(ours) + len(fresh) > limit:
         listed = f" ({', '.join(node.name for node in ours[:5])}{' …' if len(ours) > 5 else ''})" if ours else ""
         against.append(
@@ -127,22 +100,22 @@ def drain_objections(
 
 
 def return_objection(
-    node: Node, history: NodeHistory, checked: PreflightResult | None, rules: Rules, now: float
+    node: Node, history: NodeHistory, checked: PreflightResult | None, policy: PolicySettings, now: float
 ) -> str:
     """Why ``node`` may not be returned to service, "" if it may be, or if it is in service."""
     if not node.out_of_service:
         return ""
     return (
         effects.foreign_hold(node)
-        or relapse_objection(node.name, history, rules)
-        or _not_checked(node, checked, rules, now)
+        or relapse_objection(node.name, history, policy)
+        or _not_checked(node, checked, policy, now)
     )
 
 
-def relapse_objection(name: str, history: NodeHistory, rules: Rules) -> str:
+def relapse_objection(name: str, history: NodeHistory, policy: PolicySettings) -> str:
     """Why the node may not be returned by opsd: returns have not lasted; "" if nothing speaks against it."""
-    relapses = history.relapses(rules.relapse_days * DAY_S)
-    if len(relapses) < rules.max_returns:
+    relapses = history.relapses(policy.relapse_days * DAY_S)
+    if len(relapses) < policy.max_returns:
         return ""
     told = ", ".join(
         f"{f'back {day(one.back)}' if one.back else f'out {day(one.out)}'}, out again {day(again.out)} ({again.kind})"
@@ -155,7 +128,13 @@ def relapse_objection(name: str, history: NodeHistory, rules: Rules) -> str:
 
 
 def drain(
-    slurm: SlurmNodes, names: Sequence[str], told: str, rules: Rules, *, force: bool = False, now: float | None = None
+    slurm: SlurmNodes,
+    names: Sequence[str],
+    told: str,
+    policy: PolicySettings,
+    *,
+    force: bool = False,
+    now: float | None = None,
 ) -> tuple[str, ...]:
     """Drain the nodes with the reason ``told`` and return those that opsd did not hold before.
 
@@ -166,11 +145,11 @@ def drain(
     at = time.time() if now is None else now
     nodes, comments = slurm.nodes(), slurm.comments(names)
     records = {name: node_comment.read(comment) for name, comment in comments.items()}
-    against = drain_objections(nodes, records, names, rules, at)
+    against = drain_objections(nodes, records, names, policy, at)
     if against and not force:
         raise Refused("; ".join(against))
     fresh = effects.drain(slurm, names, told)
-    late = [name for name in fresh if not force and surplus(slurm.nodes(), name, rules)]
+    late = [name for name in fresh if not force and surplus(slurm.nodes(), name, policy)]
     if late:
         effects.give_back(slurm, late)
         raise Refused(f"other nodes were drained at the same time; {', '.join(late)} went back into service")
@@ -180,7 +159,7 @@ def drain(
     return fresh
 
 
-def take_over(slurm: SlurmNodes, name: str, told: str, rules: Rules, *, now: float | None = None) -> None:
+def take_over(slurm: SlurmNodes, name: str, told: str, policy: PolicySettings, *, now: float | None = None) -> None:
     """Hold a node that Slurm has drained for opsd's own word, with the reason ``told``, as if opsd had drained it.
 
     Raises Refused where a drain would be, and leaves the node drained as it is, and SlurmError.
@@ -191,11 +170,11 @@ def take_over(slurm: SlurmNodes, name: str, told: str, rules: Rules, *, now: flo
     in_service = [
         replace(node, state="idle", flags=frozenset(), reason="") if node.name == name else node for node in nodes
     ]
-    if against := drain_objections(in_service, {name: record}, [name], rules, at):
+    if against := drain_objections(in_service, {name: record}, [name], policy, at):
         raise Refused("; ".join(against))
     before = next(node.reason for node in nodes if node.name == name)
     slurm.update_nodes([name], "drain", told)
-    if surplus(slurm.nodes(), name, rules):
+    if surplus(slurm.nodes(), name, policy):
         slurm.update_nodes([name], "drain", before)
         raise Refused(f"other nodes were drained at the same time; {name} stays out of service as Slurm has it")
     slurm.set_comment(name, node_comment.write(comment, record.drained(kind_of(told), at)))
@@ -205,7 +184,7 @@ def give_back(
     slurm: SlurmNodes,
     names: Sequence[str],
     checked: Mapping[str, PreflightResult],
-    rules: Rules,
+    policy: PolicySettings,
     *,
     force: bool = False,
     now: float | None = None,
@@ -220,7 +199,7 @@ def give_back(
     comments = slurm.comments(names)
     records = {name: node_comment.read(comment) for name, comment in comments.items()}
     nodes = slurm.nodes(names)
-    against = [return_objection(node, records[node.name], checked.get(node.name), rules, at) for node in nodes]
+    against = [return_objection(node, records[node.name], checked.get(node.name), policy, at) for node in nodes]
     if any(against) and not force:
         raise Refused("; ".join(filter(None, against)))
     back = effects.give_back(slurm, names)
@@ -264,27 +243,27 @@ def _unrecorded(nodes: Sequence[Node], records: Mapping[str, NodeHistory], told:
     }
 
 
-def _resting(name: str, history: NodeHistory, rules: Rules, now: float) -> str:
+def _resting(name: str, history: NodeHistory, policy: PolicySettings, now: float) -> str:
     last = max((stay.back or stay.out for stay in history.stays), default=None)
-    if last is None or abs(now - last) >= rules.cooldown_s:
+    if last is None or abs(now - last) >= policy.drain_cooldown_s:
         return ""
     return (
         f"{name} was last taken out or given back by opsd at {day(last)}; it may be drained again "
-        f"{rules.cooldown_s:.0f} s later (policy.drain_cooldown_s)"
+        f"{policy.drain_cooldown_s:.0f} s later (policy.drain_cooldown_s)"
     )
 
 
-def _not_checked(node: Node, checked: PreflightResult | None, rules: Rules, now: float) -> str:
-    needed = f"run `opsd preflight --profile {rules.profile}` on it"
+def _not_checked(node: Node, checked: PreflightResult | None, policy: PolicySettings, now: float) -> str:
+    needed = f"run `opsd preflight --profile {policy.return_profile}` on it"
     if checked is None:
-        return f"{node.name} has no result of preflight {rules.profile}; {needed}"
+        return f"{node.name} has no result of preflight {policy.return_profile}; {needed}"
     if node.reason_at is not None and checked.at < node.reason_at:
         return (
-            f"the last preflight {rules.profile} of {node.name} ({day(checked.at)}) is older than its drain "
+            f"the last preflight {policy.return_profile} of {node.name} ({day(checked.at)}) is older than its drain "
             f"({day(node.reason_at)}); {needed}"
         )
     if not checked.passed:
-        return f"{node.name} failed preflight {rules.profile} at {day(checked.at)}; repair it, then {needed}"
-    if now - checked.at > rules.check_age_s:
-        return f"the preflight {rules.profile} of {node.name} is of {day(checked.at)} and too old; {needed}"
+        return f"{node.name} failed preflight {policy.return_profile} at {day(checked.at)}; repair it, then {needed}"
+    if now - checked.at > CHECK_AGE_S:
+        return f"the preflight {policy.return_profile} of {node.name} is of {day(checked.at)} and too old; {needed}"
     return ""

@@ -11,10 +11,10 @@ from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
 from opsd.agent.loop import Clock, Loop
-from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors.base import Collector
 from opsd.runbooks.base import Runbook
+from opsd.settings.policy import PolicySettings
 from tests.fakes.clock import FakeClock
 
 SILENT = Log(lambda event: None)
@@ -39,7 +39,7 @@ class Agent:
         runbooks: Sequence[Runbook],
         *,
         mode: str = "act",
-        limits: ActionLimits = ActionLimits(cooldown_s=0, drain=True),  # noqa: B008
+        limits: PolicySettings = PolicySettings(cooldown_s=0, drain=True),  # noqa: B008
         shm: Path | None = None,
         notify: Notifier | None = None,
         set_power_limit: PowerLimiter | None = None,
@@ -64,7 +64,7 @@ class Agent:
         judge = Judge(runbooks, SILENT, used_s=lambda: 0.0)
         self.incident_manager = IncidentManager(
             judge, self.executor, self.journal, SILENT,
-            mode_of=lambda _kind: mode, limits=limits, started_at=self.clock.wall(), listeners=listeners,
+            policy=limits.model_copy(update={"mode": mode}), started_at=self.clock.wall(), listeners=listeners,
         )  # fmt: skip
         window = Window("node", seconds=60, witnesses=[c.name for c in collectors] if witnesses is None else witnesses)
         clocks = Clock(self.clock.monotonic, self.clock.wall)

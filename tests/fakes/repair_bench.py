@@ -9,9 +9,11 @@ from pathlib import Path
 from opsd.repair.attend import Dependencies, Repair
 from opsd.repair.case_file import CaseFile
 from opsd.repair.machine import RemedyError
-from opsd.repair.repair_plan import Case, Remedy, RepairLimits
+from opsd.repair.repair_plan import Case, Remedy
 from opsd.repair.retest import Retested
-from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.settings.policy import PolicySettings
+from opsd.settings.sections import RepairSettings
+from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Job, Node
 from tests.fakes.slurm import FakeSlurm
 
@@ -130,7 +132,7 @@ class Bench:
             sleep=self.sleep,
             by_policy=self.by_policy,
         )
-        return Repair("n1", self.cases, dependencies, Rules(), RepairLimits())
+        return Repair("n1", self.cases, dependencies, PolicySettings(), RepairSettings())
 
     def run(self) -> Case:
         """The whole repair, taken up again after each reboot."""

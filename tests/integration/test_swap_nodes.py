@@ -13,8 +13,8 @@ from opsd.agent.actions import Executor
 from opsd.agent.swap import planned_swap
 from opsd.commands.swap import swap
 from opsd.runbooks.base import Action
+from opsd.settings.policy import PolicySettings
 from opsd.slurm.deferred import SlurmDrainer
-from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
@@ -37,7 +37,7 @@ def test_a_node_that_must_go_is_swapped_and_drained(tmp_path: Path) -> None:
         planned = CliRunner().invoke(swap, ["n1", "--dry-run", f"--set=ranks.root={shm}"], standalone_mode=False)
         assert (planned.return_value, "go on with n3 in the place of n1" in planned.output) == (exitcodes.OK, True)
         slurm = FakeSlurm([Node(name, "allocated") for name in nodes.names])
-        drainer = SlurmDrainer(lambda: slurm, "n1", Rules())
+        drainer = SlurmDrainer(lambda: slurm, "n1", PolicySettings())
         executor = Executor(shm=shm, notify=lambda _text, _fields: None, drain_node=drainer)
         args = {"node": "n1", "control": str(shm / "r/control.sock"), "incident": "gpu_lost-1", "kind": "gpu_lost"}
         done = executor.perform(Action("swap_node", "n1", args, "GPU 2 is lost"))

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from opsd.agent.actions import ActionError
-from opsd.agent.policy import HOUR_S, ActionLimits
+from opsd.agent.policy import HOUR_S
 from opsd.collectors.base import Reading, RunFact
 from opsd.runbooks.base import Action, Evidence, Incident, View
+from opsd.settings.policy import PolicySettings
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import until
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import finding
 
-ONCE = ActionLimits(cooldown_s=0, max_actions_per_hour=1, drain=True)
+ONCE = PolicySettings(cooldown_s=0, max_actions_per_hour=1, drain=True)
 
 
 def agent(folder: Path, remedies: Mapping[str, Action], **changes: object) -> Agent:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.policy import ActionLimits
 from opsd.collectors.base import NoData, Reading
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Runbook, State, View
+from opsd.settings.policy import PolicySettings
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import eventually
 from tests.fakes.collectors import FakeCollector
@@ -99,7 +99,7 @@ def test_without_leave_nothing_is_touched(tmp_path: Path, trouble: Trouble, mode
 
 def test_a_refusal_says_why_once(tmp_path: Path, trouble: Trouble) -> None:
     """The limit on actions an hour is reached: nothing happens, and the incident says so."""
-    agent = trouble.agent(tmp_path, limits=ActionLimits(0, 0))
+    agent = trouble.agent(tmp_path, limits=PolicySettings(cooldown_s=0, max_actions_per_hour=0))
     trouble.on = True
     agent.tick(5)
     ((action,),) = [i.actions for i in agent.incident_manager.current]
@@ -113,7 +113,11 @@ def test_a_notification_goes_out_though_actions_are_refused(tmp_path: Path, trou
     def remedy(incident: Incident, view: View) -> tuple[Action, ...]:
         return (*trouble.remedy(incident, view), Action("notify", "node", {}, "too hot"))
 
-    agent = trouble.agent(tmp_path, runbooks=[replace(trouble.runbook(), remedy=remedy)], limits=ActionLimits(0, 0))
+    agent = trouble.agent(
+        tmp_path,
+        runbooks=[replace(trouble.runbook(), remedy=remedy)],
+        limits=PolicySettings(cooldown_s=0, max_actions_per_hour=0),
+    )
     trouble.on = True
     assert eventually(lambda: agent.tick() or agent.told == ["too hot"])
     agent.tick(5)
@@ -125,11 +129,11 @@ def test_a_notification_goes_out_though_actions_are_refused(tmp_path: Path, trou
 def test_an_open_incident_is_continued_after_a_restart(tmp_path: Path, trouble: Trouble) -> None:
     """The same id, the attempts and the history; the action is not repeated, and it opens no second incident."""
     trouble.repairs = False
-    first = trouble.agent(tmp_path, limits=ActionLimits(600, 10))
+    first = trouble.agent(tmp_path, limits=PolicySettings(cooldown_s=600, max_actions_per_hour=10))
     trouble.on = True
     before = settle(first, State.VERIFYING)
     first.journal.close(20)
-    second = trouble.agent(tmp_path, limits=ActionLimits(600, 10), clock=first.clock)
+    second = trouble.agent(tmp_path, limits=PolicySettings(cooldown_s=600, max_actions_per_hour=10), clock=first.clock)
     assert [i.id for i in second.incident_manager.current] == [before.id]
     second.tick(90)
     (incident,) = second.incident_manager.current
@@ -242,7 +246,7 @@ def test_a_step_of_the_clock_ends_no_cool_down_and_makes_none_longer(
     tmp_path: Path, trouble: Trouble, step: float
 ) -> None:
     """What was done a minute ago was done a minute ago, whatever the wall clock says since."""
-    agent = trouble.agent(tmp_path, limits=ActionLimits(cooldown_s=100))
+    agent = trouble.agent(tmp_path, limits=PolicySettings(cooldown_s=100))
     trouble.on = True
     settle(agent, State.RESOLVED)
     agent.clock.wall_now += step

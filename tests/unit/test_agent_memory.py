@@ -13,8 +13,9 @@ import pytest
 from opsd.agent import lifecycle
 from opsd.agent.incident_manager import why_not
 from opsd.agent.lifecycle import Outcome
-from opsd.agent.policy import ActionLimits, PastAction
+from opsd.agent.policy import PastAction
 from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
+from opsd.settings.policy import PolicySettings
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import FakeClock, until
 from tests.fakes.collectors import FakeCollector
@@ -134,13 +135,13 @@ def test_an_action_cut_off_by_the_end_of_the_agent_is_carried_out(node: Node) ->
 @pytest.mark.parametrize(
     ("mode", "limits", "away_s", "why"),
     [
-        ("recommend", ActionLimits(0), 5, "policy mode is now recommend"),
-        ("act", ActionLimits(0), 1000, "it was begun more than 15 minutes ago"),
-        ("act", ActionLimits(0), -1000, "it was begun more than 15 minutes ago"),
+        ("recommend", PolicySettings(cooldown_s=0), 5, "policy mode is now recommend"),
+        ("act", PolicySettings(cooldown_s=0), 1000, "it was begun more than 15 minutes ago"),
+        ("act", PolicySettings(cooldown_s=0), -1000, "it was begun more than 15 minutes ago"),
     ],
 )
 def test_what_is_no_longer_to_be_done_is_given_up_in_words(
-    node: Node, mode: str, limits: ActionLimits, away_s: float, why: str
+    node: Node, mode: str, limits: PolicySettings, away_s: float, why: str
 ) -> None:
     """After a change of the policy, or where nobody can tell what has become of the fault."""
     with killed_while_acting(node):
@@ -179,8 +180,8 @@ def test_an_action_that_ends_the_agent_is_not_carried_out_for_ever(node: Node) -
 def test_a_signal_is_not_sent_twice() -> None:
     """By then the number may be that of another process."""
     record = {"verb": "kill_process", "at": WALL}
-    assert why_not("trouble", record, "act", ActionLimits(), WALL + 5) == "doing it twice could do harm"
-    assert why_not("trouble", record | {"verb": "drain_node"}, "act", ActionLimits(), WALL + 5) == ""
+    assert why_not("trouble", record, PolicySettings(mode="act"), WALL + 5) == "doing it twice could do harm"
+    assert why_not("trouble", record | {"verb": "drain_node"}, PolicySettings(mode="act"), WALL + 5) == ""
 
 
 def test_a_budget_that_was_read_late_counts(node: Node) -> None:
@@ -189,7 +190,7 @@ def test_a_budget_that_was_read_late_counts(node: Node) -> None:
     past = [PastAction("trouble", "kill_process", str(number), node.clock.wall()) for number in range(3)]
     for action in past:
         assert other.journal.action("a", action).wait(20)
-    agent = node.agent(limits=ActionLimits(0, 3))
+    agent = node.agent(limits=PolicySettings(cooldown_s=0, max_actions_per_hour=3))
     agent.tick(2)
     assert node.limits == []
     other.journal.close(20)

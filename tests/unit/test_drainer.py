@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from opsd.agent.actions import Executor
 from opsd.runbooks.base import Action
+from opsd.settings.policy import PolicySettings
 from opsd.slurm.deferred import SlurmDrainer
-from opsd.slurm.ownership import Refused, Rules, allowance, drain_objections, held, kind_of, surplus, take_over
+from opsd.slurm.ownership import Refused, allowance, drain_objections, held, kind_of, surplus, take_over
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
@@ -27,7 +28,7 @@ def cluster(*nodes: Node, idle: int = 40) -> FakeSlurm:
 
 
 def drainer(slurm: FakeSlurm, node: str = "n07", share: float = 0.05) -> SlurmDrainer:
-    return SlurmDrainer(lambda: slurm, node, Rules(share, least=1))
+    return SlurmDrainer(lambda: slurm, node, PolicySettings(max_drained_share=share, min_drained=1))
 
 
 def test_a_node_is_drained_with_opsds_reason() -> None:
@@ -93,7 +94,13 @@ def test_of_two_agents_that_take_over_at_once_one_leaves_its_node_as_it_was() ->
     mine = Node("n07", "idle", frozenset({"drain"}), "Prolog error", "slurm", 1.0)
     slurm = Raced([Node("a0", "idle"), mine, *(Node(f"n{number:02d}", "idle") for number in range(8, 16))])
     with pytest.raises(Refused, match="at the same time"):
-        take_over(slurm, "n07", "opsd:prolog preflight: it failed", Rules(0.05, least=1), now=2.0)
+        take_over(
+            slurm,
+            "n07",
+            "opsd:prolog preflight: it failed",
+            PolicySettings(max_drained_share=0.05, min_drained=1),
+            now=2.0,
+        )
     assert (slurm.by_name["n07"].reason, "drain" in slurm.by_name["n07"].flags) == ("Prolog error", True)
     assert slurm.by_comment.get("n07", "") == ""
 
@@ -133,8 +140,10 @@ nodes = st.lists(
 @given(nodes, names, st.floats(0.001, 1))
 def test_the_budget_is_never_exceeded(cluster_nodes: list[Node], name: str, share: float) -> None:
     """What may be drained fits in; what is surplus is exactly what does not."""
-    ours, limit = held(cluster_nodes), allowance(cluster_nodes, Rules(share))
-    if not drain_objections(cluster_nodes, {}, [name], Rules(share), 0.0) and name not in {node.name for node in ours}:
+    ours, limit = held(cluster_nodes), allowance(cluster_nodes, PolicySettings(max_drained_share=share))
+    if not drain_objections(cluster_nodes, {}, [name], PolicySettings(max_drained_share=share), 0.0) and name not in {
+        node.name for node in ours
+    }:
         assert len(ours) + 1 <= limit
-    beyond = [node for node in ours if surplus(cluster_nodes, node.name, Rules(share))]
+    beyond = [node for node in ours if surplus(cluster_nodes, node.name, PolicySettings(max_drained_share=share))]
     assert len(beyond) == max(0, len(ours) - limit)

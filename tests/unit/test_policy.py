@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from opsd.agent.policy import ActionLimits, PastAction, Ruling, decide
+from opsd.agent.policy import PastAction, Ruling, decide
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Incident, Severity, State
+from opsd.settings.policy import PolicySettings
 
 NOW, START = 10_000.0, 9_000.0
-LIMITS = ActionLimits(60, 3)
+LIMITS = PolicySettings(cooldown_s=60, max_actions_per_hour=3)
 KILL = Action("kill_process", "run/rank 1", {"pid": 7})
 TELL = Action("notify", "run", reason="look")
 INCIDENT = Incident(
@@ -83,7 +84,9 @@ def test_a_node_is_swapped_out_of_all_its_runs_or_of_one() -> None:
 def test_no_half_of_an_attempt_is_carried_out() -> None:
     """If one action is refused, so are those that go with it."""
     history = [PastAction("dataloader_stall", "kill_process", KILL.target, NOW - 1)]
-    decisions = decide(INCIDENT, (KILL, Action("restart_generation", "r")), "act", history, ActionLimits(), START, NOW)
+    decisions = decide(
+        INCIDENT, (KILL, Action("restart_generation", "r")), "act", history, PolicySettings(), START, NOW
+    )
     assert [d.verdict for d in decisions] == [Ruling.REFUSE, Ruling.REFUSE]
     assert "part of an attempt" in decisions[1].reason
 
@@ -94,7 +97,7 @@ def test_hardware_is_changed_only_on_the_word_of_kernel_or_driver() -> None:
 
     def verdict(*confirmed: Action) -> list[Ruling]:
         return [
-            d.verdict for d in decide(INCIDENT, (limit,), "act", (), ActionLimits(), START, NOW, confirmed=confirmed)
+            d.verdict for d in decide(INCIDENT, (limit,), "act", (), PolicySettings(), START, NOW, confirmed=confirmed)
         ]
 
     assert verdict() == [Ruling.REFUSE]
@@ -106,7 +109,7 @@ def test_a_node_is_drained_only_where_that_was_allowed() -> None:
     """Elsewhere it is nothing to recommend or to refuse, and the rest is done."""
     drain, notice = Action("drain_node", "n1", {"node": "n1"}), Action("notify", "n1")
     for allowed, verbs in ((False, ["notify"]), (True, ["drain_node", "notify"])):
-        limits = ActionLimits(drain=allowed)
+        limits = PolicySettings(drain=allowed)
         decisions = decide(INCIDENT, (drain, notice), "act", (), limits, START, NOW, confirmed=(drain,))
         assert [(d.action.verb, d.verdict) for d in decisions] == [(verb, Ruling.RUN) for verb in verbs]
 

@@ -13,9 +13,9 @@ from opsd.preflight.command import act
 from opsd.preflight.report import Report, Result
 from opsd.repair.case_file import CaseFile
 from opsd.repair.faults import order_for_refused_job, ordering
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment
 from opsd.slurm.deferred import SlurmDrainer
-from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmError
 from tests.fakes.preflight_reports import DISK, FULL_MEMORY, GEMM, LEFTOVERS, VERSIONS, report
 from tests.fakes.slurm import FakeSlurm
@@ -36,7 +36,7 @@ def cluster(reason: str = "", flags: frozenset[str] = frozenset(), by: str = "ro
 
 
 def acted(slurm: FakeSlurm, found: Report) -> str:
-    return act(found, EVIDENCE, SlurmDrainer(lambda: slurm, "n01", Rules()), lambda: slurm)
+    return act(found, EVIDENCE, SlurmDrainer(lambda: slurm, "n01", PolicySettings()), lambda: slurm)
 
 
 def test_a_node_that_failed_is_drained_with_its_evidence() -> None:
@@ -74,9 +74,9 @@ def test_a_node_that_passed_is_left_as_it_is_otherwise(reason: str) -> None:
 
 def test_a_node_in_service_that_passed_counts_as_tested() -> None:
     """With all of the profile that a return needs, and once; what else is in its history stays."""
-    slurm, found = cluster(), replace(verdict(passed=True), profile=Rules().profile)
+    slurm, found = cluster(), replace(verdict(passed=True), profile=PolicySettings().return_profile)
     slurm.by_comment["n01"] = "rack 12 [opsd1 gpu_xid=100-200]"
-    drainer = SlurmDrainer(lambda: slurm, "n01", Rules())
+    drainer = SlurmDrainer(lambda: slurm, "n01", PolicySettings())
     said = [act(found, EVIDENCE, drainer, lambda: slurm, whole=whole) for whole in (False, True, True)]
     assert said == ["", "n01 counts as tested", ""]
     assert slurm.by_comment["n01"] == "rack 12 [opsd1 gpu_xid=100-200 tested=1000]"
@@ -85,11 +85,11 @@ def test_a_node_in_service_that_passed_counts_as_tested() -> None:
 def test_a_test_keeps_the_nvlink_domain_that_the_driver_tells() -> None:
     """For picks; a later test that tells none takes it back, and one that does not count changes nothing."""
     slurm, domain = cluster(), "5e797fc6-0f46-421a-8724-0e102c0f723c.1234"
-    drainer = SlurmDrainer(lambda: slurm, "n01", Rules())
+    drainer = SlurmDrainer(lambda: slurm, "n01", PolicySettings())
 
     def tested(at: float, facts: dict[str, str], *, whole: bool = True) -> dict[str, str]:
         gpus = replace(VERSIONS, check="gpu_inventory", facts=facts)
-        found = replace(report(gpus, node="n01", started=at), profile=Rules().profile)
+        found = replace(report(gpus, node="n01", started=at), profile=PolicySettings().return_profile)
         act(found, EVIDENCE, drainer, lambda: slurm, whole=whole)
         return node_comment.domains(slurm.comments())
 
@@ -104,8 +104,8 @@ def test_a_quick_look_or_a_node_that_others_hold_does_not_count(node: FakeSlurm)
     """A quick profile proves little, and a node that is out may be worked upon."""
     found = verdict(passed=True)
     if node.by_name["n01"].reason:
-        found = replace(found, profile=Rules().profile)
-    assert act(found, EVIDENCE, SlurmDrainer(lambda: node, "n01", Rules()), lambda: node, whole=True) == ""
+        found = replace(found, profile=PolicySettings().return_profile)
+    assert act(found, EVIDENCE, SlurmDrainer(lambda: node, "n01", PolicySettings()), lambda: node, whole=True) == ""
     assert "tested" not in node.by_comment.get("n01", "")
 
 
@@ -143,12 +143,12 @@ def test_a_node_whose_gpus_failed_or_are_held_is_repaired_if_it_may_be(
     """With the drain, and not for what no remedy cures, as old files; nor for a node that was not drained."""
     found, slurm = report(*failed, node="n01"), cluster()
     settings = load(None, (f"policy.repair={policy}", f"agent.state_dir={tmp_path}"))
-    drain = ordering(found, settings, SlurmDrainer(lambda: slurm, "n01", Rules()))
+    drain = ordering(found, settings, SlurmDrainer(lambda: slurm, "n01", PolicySettings()))
     assert act(found, EVIDENCE, drain, lambda: slurm).startswith("drained n01")
     assert CaseFile(tmp_path).ordered is ordered
     CaseFile(tmp_path).drop_order()
     theirs = cluster("replace the fan", DRAIN, "alice")
-    drain = ordering(found, settings, SlurmDrainer(lambda: theirs, "n01", Rules()))
+    drain = ordering(found, settings, SlurmDrainer(lambda: theirs, "n01", PolicySettings()))
     with pytest.raises(SlurmError, match="alice"):
         act(found, EVIDENCE, drain, lambda: theirs)
     assert not CaseFile(tmp_path).ordered

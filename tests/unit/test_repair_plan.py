@@ -28,7 +28,6 @@ from opsd.repair.repair_plan import (
     Case,
     Facts,
     Remedy,
-    RepairLimits,
     begun,
     ended,
     next_step,
@@ -36,11 +35,12 @@ from opsd.repair.repair_plan import (
     repeated,
     settled,
 )
+from opsd.settings.sections import RepairSettings
 from tests.fakes.preflight_reports import report
 
 CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, first=Remedy.RESET)
 FREE = Facts(1000.0, "boot-1", "ours")
-LIMITS = RepairLimits()
+LIMITS = RepairSettings()
 
 
 def after(*what: tuple[str, bool], case: Case = CASE) -> Case:
@@ -93,7 +93,7 @@ def test_a_node_is_returned_only_after_a_test_it_has_passed(case: Case, facts: F
 )
 def test_every_repair_ends_within_its_limits(first: Remedy, luck: list[bool], remedies: set[Remedy], most: int) -> None:
     """However remedies and tests end: no remedy below an earlier one, none too often, none that is not allowed."""
-    limits = RepairLimits(tuple(remedy for remedy in REMEDIES if remedy in remedies), most)
+    limits = RepairSettings(remedies=tuple(remedy.value for remedy in Remedy if remedy in remedies), attempts=most)
     case, facts, outcomes = replace(CASE, first=first), FREE, iter(luck)
     for _ in range(60):
         step = next_step(case, facts, limits)

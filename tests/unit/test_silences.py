@@ -9,42 +9,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import config
-from opsd.agent.policy import ActionLimits, Ruling, decide
+from opsd.agent.policy import Ruling, decide
 from opsd.runbooks.base import Action
-from opsd.settings.policy import MINUTES_A_DAY, Silence, parse_weekly
+from opsd.settings.policy import DAYS, MINUTES_A_DAY, PolicySettings, Silence, parse_weekly
 from tests.fakes.incidents import WALL, incident
 
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 KILL, TELL = Action("kill_process", "rank 1"), Action("notify", "node")
 
 
+def once(since: float, until: float, **more: object) -> Silence:
+    """A window from so many seconds after ``WALL`` to so many."""
+    return Silence(
+        start=datetime.fromtimestamp(WALL + since, UTC), end=datetime.fromtimestamp(WALL + until, UTC), **more
+    )
+
+
+def weekly(first: int, last: int) -> Silence:
+    """A window between two minutes of the week."""
+    days = [divmod(minute, MINUTES_A_DAY) for minute in (first, last)]
+    return Silence(weekly=" - ".join(f"{DAYS[day]} {of // 60:02}:{of % 60:02}" for day, of in days))
+
+
 def verdicts(**limits: tuple[Silence, ...]) -> list[tuple[Ruling, str]]:
-    decisions = decide(incident(), (KILL, TELL), "act", (), ActionLimits(**limits), WALL - 1, WALL)
+    decisions = decide(incident(), (KILL, TELL), "act", (), PolicySettings(**limits), WALL - 1, WALL)
     return [(decision.verdict, decision.reason) for decision in decisions]
 
 
 def test_in_maintenance_nothing_is_done_and_nobody_is_told() -> None:
     """The reason of the window is the reason of the refusal."""
-    span = Silence(reason="new fans", start=WALL - 1, end=WALL + 1)
+    span = once(-1, 1, reason="new fans")
     assert verdicts(maintenance=(span,)) == [(Ruling.REFUSE, "maintenance: new fans")] * 2
 
 
 def test_what_is_muted_is_done_without_a_word() -> None:
     """A muted notification does not keep the rest of the attempt from being made."""
-    span = Silence(start=WALL - 1, end=WALL + 1)
+    span = once(-1, 1)
     assert verdicts(mute=(span,)) == [(Ruling.RUN, ""), (Ruling.REFUSE, "muted")]
 
 
 def test_a_window_of_other_kinds_does_not_matter() -> None:
     """Nor does one that is over."""
-    other = Silence(kinds=("fan_failing",), start=WALL - 1, end=WALL + 1)
-    over = Silence(start=WALL - 2, end=WALL)
+    other = once(-1, 1, kinds=("fan_failing",))
+    over = once(-2, 0)
     assert [verdict for verdict, _ in verdicts(maintenance=(other, over))] == [Ruling.RUN, Ruling.RUN]
 
 
 def test_a_weekly_window_may_go_over_the_end_of_the_week() -> None:
     """From Saturday evening to Monday morning."""
-    span = Silence(weekly=parse_weekly("Sat 22:00 - mon 06:00"))
+    span = Silence(weekly="Sat 22:00 - mon 06:00")
     hours = {hour: span.covers("any", (MONDAY + timedelta(hours=hour)).timestamp()) for hour in (5, 6, 141, 142, 167)}
     assert hours == {5: True, 6: False, 141: False, 142: True, 167: True}
 
@@ -54,7 +67,7 @@ def test_a_window_and_its_complement_cover_the_week_once(first: int, last: int, 
     """Every minute lies in exactly one of the two."""
     wall = (MONDAY + timedelta(minutes=minute)).timestamp()
     if first != last:
-        assert Silence(weekly=(first, last)).covers("k", wall) != Silence(weekly=(last, first)).covers("k", wall)
+        assert weekly(first, last).covers("k", wall) != weekly(last, first).covers("k", wall)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +109,9 @@ def test_windows_and_overrides_come_from_the_file_and_can_be_shown(tmp_path) -> 
     settings = config.load(file, env={})
     policy = settings.policy
     assert (policy.mode_of("rank_hang"), policy.mode_of("gpu_throttle")) == ("act", "recommend")
-    limits = ActionLimits.of(policy)
-    assert limits.cooldowns == {"gpu_throttle": 900}
-    assert limits.muted("fan_failing", (MONDAY + timedelta(days=5, hours=23)).timestamp()) == "muted"
-    assert limits.maintenance[0].end - limits.maintenance[0].start == 23 * 3600
+    assert (policy.cooldown_of("rank_hang"), policy.cooldown_of("gpu_throttle")) == (60, 900)
+    assert policy.muted("fan_failing", (MONDAY + timedelta(days=5, hours=23)).timestamp()) == "muted"
+    assert policy.maintenance[0].end - policy.maintenance[0].start == timedelta(hours=23)
     file.write_text(config.to_toml(settings))
     assert config.load(file, env={}).policy == policy
 

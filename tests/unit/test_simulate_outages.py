@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from opsd.settings.policy import PolicySettings
 from opsd.simulate.account import Account
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
@@ -15,10 +16,17 @@ from opsd.simulate.job import NAMES, Times, policy
 from opsd.simulate.play import Play, Played, Setup
 from opsd.simulate.rates import load
 from opsd.simulate.supervised import hang_judged_s
-from opsd.slurm.ownership import Rules
 
 TIMES = Times(program_s=30.0)
-SETUP = Setup(nodes=4, spares=2, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES, rules=Rules(share=0.5))
+SETUP = Setup(
+    nodes=4,
+    spares=2,
+    seconds=DAY_S,
+    interval_s=600.0,
+    stall_s=1.0,
+    times=TIMES,
+    rules=PolicySettings(max_drained_share=0.5),
+)
 
 
 def play(name: str, *faults: SimulatedFault, setup: Setup = SETUP) -> Played:
@@ -158,7 +166,7 @@ def test_only_what_needs_slurm_waits_for_its_controller() -> None:
 def test_drains_and_returns_wait_for_the_controller() -> None:
     """Of a node that breaks and is repaired, each while Slurm does not answer."""
     loop, returned = VirtualLoop(), list[str]()
-    cluster = Cluster(4, loop, Rules(share=0.5), 60.0, returned.append)
+    cluster = Cluster(4, loop, PolicySettings(max_drained_share=0.5), 60.0, returned.append)
     broken = SimulatedFault(0, 0.0, 250.0, "gpu", "hardware")
     cluster.goes_away("controller", SimulatedFault(CLUSTER, 0.0, 100.0, "slurmctld", "controller"))
     cluster.breaks("n00001", broken)

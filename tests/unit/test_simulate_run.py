@@ -7,17 +7,25 @@ from typing import Any
 
 import pytest
 
+from opsd.settings.policy import PolicySettings
 from opsd.simulate.account import Account
 from opsd.simulate.faults import DAY_S, HOUR_S, Effect, SimulatedFault
 from opsd.simulate.job import NAMES, STEP_S, Times, policy
 from opsd.simulate.play import Play, Played, Setup
 from opsd.simulate.rates import published
 from opsd.simulate.study import Draws, knee, sweep
-from opsd.slurm.ownership import Rules
 from opsd.slurm.topology import parse
 
 TIMES = Times(program_s=30.0)
-SETUP = Setup(nodes=4, spares=2, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES, rules=Rules(share=0.5))
+SETUP = Setup(
+    nodes=4,
+    spares=2,
+    seconds=DAY_S,
+    interval_s=600.0,
+    stall_s=1.0,
+    times=TIMES,
+    rules=PolicySettings(max_drained_share=0.5),
+)
 
 
 def fault(node: int, hour: float, effect: Effect, hours: float = 12.0) -> SimulatedFault:
@@ -208,7 +216,7 @@ def test_a_run_that_shrank_grows_when_nodes_are_there_again() -> None:
 
 def test_nodes_beyond_the_budget_are_not_drained() -> None:
     """The rules of `opsd drain`: one node always, here no more."""
-    strict = replace(SETUP, rules=Rules(share=0.01))
+    strict = replace(SETUP, rules=PolicySettings(max_drained_share=0.01))
     played = play("hot", fault(4, 5, "hardware"), fault(5, 6, "hardware"), setup=strict)
     assert played.drains_refused == 1
     assert play("hot", fault(4, 5, "hardware"), fault(5, 6, "hardware")).drains_refused == 0

@@ -16,14 +16,15 @@ from click.testing import CliRunner
 from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.commands.node_service import NodeService, Sentences
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, SlurmDrainer, keep_applying
-from opsd.slurm.ownership import DAY_S, Rules
+from opsd.slurm.ownership import DAY_S
 from opsd.slurm.port import Node, SlurmDenied, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm, cluster, held
 
 NOW = 1_763_700_000.0
-RULES = Rules(share=0.1, least=1)
+RULES = PolicySettings(max_drained_share=0.1, min_drained=1)
 DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
 
 
@@ -166,10 +167,10 @@ def test_an_order_that_comes_again_takes_no_node_out_again(tmp_path: Path, force
     slurm, updates = cluster(), DeferredUpdates(tmp_path)
     order = DeferredUpdate("drain", ("n01", "n02"), NOW + 0.2, "opsd:manual x", force)
     updates.put(order)
-    updates.apply(slurm, Rules(share=0.5), NOW + 0.4)  # comments have whole seconds
+    updates.apply(slurm, PolicySettings(max_drained_share=0.5), NOW + 0.4)  # comments have whole seconds
     slurm.update_nodes(["n01", "n02"], "resume")
     updates.put(order)
-    (said,) = updates.apply(slurm, Rules(share=0.5), NOW + 2 * 3600)
+    (said,) = updates.apply(slurm, PolicySettings(max_drained_share=0.5), NOW + 2 * 3600)
     assert ("no longer up to date" in said, slurm.by_name["n01"].usable) == (True, True)
 
 
@@ -179,7 +180,7 @@ def test_an_order_is_carried_out_while_a_node_of_it_is_left(tmp_path: Path) -> N
     updates.put(DeferredUpdate("drain", ("n01", "n02"), NOW, "opsd:manual x"))
     slurm.update_nodes(["n01"], "drain", "opsd:ib_link-1 ib_link: down")
     slurm.by_comment["n01"] = f"[opsd1 ib_link={NOW + 10:.0f}-]"
-    updates.apply(slurm, Rules(share=0.5), NOW + 30)
+    updates.apply(slurm, PolicySettings(max_drained_share=0.5), NOW + 30)
     assert not slurm.by_name["n02"].usable
 
 

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment, ownership
 from opsd.slurm.drain import NotOurs
 from opsd.slurm.node_comment import NodeHistory, Stay
-from opsd.slurm.ownership import DAY_S, PreflightResult, Refused, Rules
+from opsd.slurm.ownership import DAY_S, PreflightResult, Refused
 from opsd.slurm.port import Node, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm, cluster, held
 
 NOW = 1_763_700_000.0
-RULES = Rules(share=0.1, least=1)
+RULES = PolicySettings(max_drained_share=0.1, min_drained=1)
 DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
 
 
@@ -68,7 +69,7 @@ def test_a_drain_that_was_cut_off_is_recorded_by_its_repetition() -> None:
 )
 def test_how_many_nodes_may_be_held(nodes: int, may: int) -> None:
     """One in twenty; in small clusters three, but one in four at most, and one always."""
-    assert ownership.allowance([Node(f"n{number}", "idle") for number in range(nodes)], Rules()) == may
+    assert ownership.allowance([Node(f"n{number}", "idle") for number in range(nodes)], PolicySettings()) == may
 
 
 def test_the_cap_counts_all_that_are_asked_for() -> None:
@@ -100,7 +101,7 @@ def test_what_a_wrong_clock_has_written_keeps_no_node_in_service() -> None:
     slurm.by_comment["n01"] = f"[opsd1 {' '.join(stays)}]"
     assert ownership.drain(slurm, ["n01"], "opsd:gpu_xid-1 gpu_xid: x", RULES, now=NOW) == ("n01",)
     history = node_comment.read(slurm.by_comment["n01"])
-    assert not ownership.relapse_objection("n01", history, Rules(max_returns=1))
+    assert not ownership.relapse_objection("n01", history, PolicySettings(max_returns=1))
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -149,7 +150,9 @@ def test_a_node_that_relapses_is_left_to_people() -> None:
     with pytest.raises(Refused, match=r"x1 came back to service and failed again 2 times: back 2025-11-\d\d .*gpu_xid"):
         ownership.give_back(slurm, ["x1"], passed, RULES, now=NOW)
     history = node_comment.read(slurm.by_comment["x1"])
-    assert not ownership.return_objection(slurm.by_name["x1"], history, passed["x1"], Rules(relapse_days=3.0), NOW)
+    assert not ownership.return_objection(
+        slurm.by_name["x1"], history, passed["x1"], PolicySettings(relapse_days=3.0), NOW
+    )
     assert ownership.give_back(slurm, ["x1"], passed, RULES, force=True, now=NOW) == ("x1",)
 
 

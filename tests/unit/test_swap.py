@@ -17,8 +17,8 @@ from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.commands.swap import swap
 from opsd.launch.run.run_control import answer
 from opsd.runbooks.base import Action
+from opsd.settings.policy import PolicySettings
 from opsd.slurm.deferred import SlurmDrainer
-from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from tests.fakes.launchers import SwappingLauncher
 from tests.fakes.leader import FakeGroup
@@ -35,7 +35,7 @@ def swap_out(shm: Path) -> Action:
 
 
 def executor(shm: Path, slurm: FakeSlurm | None, deadline_s: float = ACTION_DEADLINE_S) -> Executor:
-    drainer = SlurmDrainer(lambda: slurm, "n02", Rules()) if slurm else None
+    drainer = SlurmDrainer(lambda: slurm, "n02", PolicySettings()) if slurm else None
     return Executor(shm=shm, notify=lambda _text, _fields: None, drain_node=drainer, deadline_s=deadline_s)
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 from opsd.agent.swap import SwapError, planned_swap
 from opsd.control import ControlError, ask_launcher
+from opsd.settings.policy import PolicySettings
 from opsd.simulate.faults import Effect, SimulatedFault
 from opsd.simulate.job import Times, policy
 from opsd.simulate.play import Play, Played, Setup
 from opsd.slurm import ownership
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.ownership import Rules
 from tests.integration.slurm import counting
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 from tests.integration.slurm.training import Training
@@ -43,7 +43,7 @@ STANDS_S = 0.5
 FIRST_S, LAST_S, BETWEEN_S = 4.0, 38.0, 12.0
 """When the first fault comes at the earliest and the last at the latest, and the mean time between two."""
 WEIGHTS: dict[Effect, int] = {"process": 3, "hardware": 2, "lost": 3, "launcher": 2, "degraded": 2}
-RULES = Rules(share=0.7, cooldown_s=0.0)
+RULES = PolicySettings(max_drained_share=0.7, drain_cooldown_s=0.0)
 TOLERANCE, SLACK_S = 0.15, 1.0
 """What agreement means: the sums within this share, and three quarters of the sequences within this share or time."""
 IDLE = ("detection", "restart", "queue", "waiting", "person", "checkpoint")

@@ -13,10 +13,10 @@ from opsd import exitcodes
 from opsd.preflight.checks import CHECKS
 from opsd.repair.attend import SLURMS_REASON
 from opsd.repair.case_file import CaseFile
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.deferred import DeferredUpdates
-from opsd.slurm.ownership import Rules
 from tests.integration.slurm.cluster import FAST, KEEPS_REASON, Cluster, missing, runner_on, wait_until
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -116,7 +116,9 @@ def _tell_later(cluster: Cluster) -> None:
         cluster.start_controller()
     assert (said.returncode, "when Slurm answers again" in said.stderr) == (exitcodes.FAILED, True)
     wait_until(slurm.responds, "the controller is back")
-    wait_until(lambda: done.extend(updates.apply(slurm, Rules(share=1.0), time.time())) or done, "told")
+    wait_until(
+        lambda: done.extend(updates.apply(slurm, PolicySettings(max_drained_share=1.0), time.time())) or done, "told"
+    )
     assert done == ["drained n2"]
     assert slurm.nodes(["n2"])[0].reason.startswith("opsd:manual maintenance: loose fan")
     assert updates.pending() == []
