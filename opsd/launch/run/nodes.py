@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from opsd.events import NodeCleared, NodeRetired, SpareRefused, SpareWanted, SwapRefused
 from opsd.launch.claims.claim_store import Plan
@@ -18,6 +18,10 @@ from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
 from opsd.slurm.pick import pick
 from opsd.slurm.topology import Topology
+
+if TYPE_CHECKING:
+    from opsd.launch.run.leader import Leader
+
 
 REGROUP_S = 2.0
 """How long a new leader waits for the others to find it before it decides that there are too few."""
@@ -246,19 +250,6 @@ class NodeHealth:
         self._log.emit("swap_refused", **SwapRefused(swap=node, reason="there is no spare for it"))
 
 
-class PlannerCallbacks(Protocol):
-    """Callbacks of the planner."""
-
-    def payload(self, keep: int) -> Mapping[str, Any]:
-        """The leader's state for successors; ``keep`` is the generation whose ranks keep running, or 0."""
-
-    def replaced(self) -> None:
-        """The next generation is proposed: the state of the previous one no longer matters."""
-
-    def too_few(self, reason: str) -> None:
-        """The time to wait for nodes is over."""
-
-
 class GenerationPlanner:
     """Proposes the generations of one leader. A proposal replaces the previous; ``begun`` is called once one holds."""
 
@@ -268,7 +259,7 @@ class GenerationPlanner:
         group: LeaderView,
         loop: Timers,
         health: NodeHealth,
-        callbacks: PlannerCallbacks,
+        callbacks: Leader,
         say: Callable[[str], None] = print_message,
     ) -> None:
         self.plan: Plan | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from opsd import exitcodes
 from opsd.events import RestartRequested, SpareWanted
@@ -13,24 +13,8 @@ from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, StopReason
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth
 
-
-class StopCallbacks(Protocol):
-    """Decisions of the leader that stops lead to."""
-
-    def note_interruption(self) -> None:
-        """The run makes no progress from now on."""
-
-    def propose_next(self) -> None:
-        """Propose the next generation."""
-
-    def restart_all(self) -> None:
-        """The same, losing the steps since the last checkpoint."""
-
-    def stopped(self, stop: Stop, *, cut_off: bool) -> None:
-        """All ranks have ended, as they were told; ``cut_off``: the signal has ended some, which do not handle it."""
-
-    def end(self, code: int, reason: str) -> None:
-        """The run is over."""
+if TYPE_CHECKING:
+    from opsd.launch.run.leader import Leader
 
 
 class StopCoordinator:
@@ -42,7 +26,7 @@ class StopCoordinator:
         group: LeaderView,
         health: NodeHealth,
         log: RunEventLog,
-        callbacks: StopCallbacks,
+        callbacks: Leader,
         say: Callable[[str], None] = print_message,
     ) -> None:
         self._planner = formation
