@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from opsd.settings.section import CollectorSettings, Section
+from opsd.settings.sections import CollectorSettings, Section
 
 if TYPE_CHECKING:
     from opsd.collectors.slurm import SlurmReport

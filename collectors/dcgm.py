@@ -23,7 +23,7 @@ from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine
 from opsd.collectors.lib.listener import UntrustedError, connect, trusted_uids
 from opsd.collectors.lib.nvml import gpm
 from opsd.collectors.lib.nvml import series as nvml_series
-from opsd.settings.section import CollectorSettings, LocalUrl
+from opsd.settings.sections import CollectorSettings, LocalUrl
 from opsd.words import reason
 
 URL: Final = "http://localhost:9400/metrics"

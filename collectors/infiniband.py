@@ -19,7 +19,7 @@ from pydantic import Field
 from opsd.collectors.base import Event, Metric, MetricKind, MonotonicCounter, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.ib_link import ACTIVE, ACTIVE_DEFER, Happening, LinkHistory, PortReading
 from opsd.collectors.lib.pci import ADDRESS, bus_id
-from opsd.settings.section import AnyPath, CollectorSettings
+from opsd.settings.sections import AnyPath, CollectorSettings
 
 N = TypeVar("N", int, float)
 

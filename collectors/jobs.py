@@ -10,7 +10,7 @@ from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Rea
 from opsd.collectors.lib.gpu_jobs import GpuJobs
 from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.rank_series import JOB_INFO
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 INTERVAL_S: Final = 5.0
 

@@ -33,7 +33,7 @@ from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.collectors.lib.processes import job_of_group
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 SXIDS = Metric("opsd_sxid_total", "SXid errors of the NVSwitch.", "counter", labels=("pci_bus_id", "severity"))
 EVENTS = Metric(

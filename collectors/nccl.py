@@ -38,7 +38,7 @@ from opsd.collectors.lib.run_watch import lives
 from opsd.collectors.lib.sandbox import Sandbox, SandboxError
 from opsd.collectors.lib.shares import Allowance, Room
 from opsd.collectors.ranks import RanksCollector, RanksSettings
-from opsd.settings.section import Address, CollectorSettings
+from opsd.settings.sections import Address, CollectorSettings
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from pydantic import Field
 
 from opsd.collectors.base import Metric, MetricKind, NoData, Plugin, Reading, Sample
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 _MAX_DRIVES: Final = 64
 

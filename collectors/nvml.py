@@ -17,7 +17,7 @@ from opsd.collectors.lib.nvml import gpm, mig, series
 from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
 from opsd.collectors.lib.nvml.gpu import Gpu
 from opsd.collectors.lib.processes import DEAD, process_letter, sees_all_processes
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 __all__ = ["NvmlCollector", "NvmlError", "NvmlSettings", "PowerControl"]
 

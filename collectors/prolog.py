@@ -11,7 +11,7 @@ from typing import Final
 from pydantic import Field
 
 from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
-from opsd.settings.section import AnyPath, CollectorSettings
+from opsd.settings.sections import AnyPath, CollectorSettings
 
 WORDS: Final = ("fit", "unfit", "unknown")
 _LONGEST: Final = 200

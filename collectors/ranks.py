@@ -33,7 +33,7 @@ from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.run_slots import RunSlots
 from opsd.collectors.lib.run_watch import ENTRIES, EVENT_BYTES, MAX_RANKS, RunWatch, lives
 from opsd.collectors.lib.shares import Allowance, fill_by_owner
-from opsd.settings.section import AnyPath, CollectorSettings
+from opsd.settings.sections import AnyPath, CollectorSettings
 
 KEPT_BYTES: Final = 3 << 20
 KEPT_RATE: Final = 5 << 10

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from opsd.collectors.base import Metric, NoData, Plugin, Reading, RepairFact, RepairStep, Sample
 from opsd.collectors.lib.clock import boot_id, uptime_s
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 FOLDER: Final = "repair"
 """In the state folder of the agent; written by ``opsd.repair.case_file``."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.gpu_owners import GpuOwners
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
 FLAGS: Final = ("drain", "not_responding", "completing", "maintenance", "reserved", "fail", "reboot_requested")

@@ -18,7 +18,7 @@ from opsd.collectors.lib.processes import read_kernel_text
 from opsd.collectors.lib.storage import series
 from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, parse_mountstats, read_mounts, storage_mounts, way_to
 from opsd.collectors.ranks import RanksCollector
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 _MAX_DISKS: Final = 64
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from opsd.collectors.base import NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.storage import series
 from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, read_mounts, storage_mounts, way_to
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 
 class StorageNetSettings(CollectorSettings):

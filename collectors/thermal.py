@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
-from opsd.settings.section import CollectorSettings
+from opsd.settings.sections import CollectorSettings
 
 MAX_ZONES: Final = 64
 MAX_TYPES: Final = 16

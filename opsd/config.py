@@ -23,13 +23,13 @@ from pydantic import BaseModel, ValidationError, create_model
 from opsd.collectors import plugins
 from opsd.files import SYSTEM_FILE, read_settings
 from opsd.settings.policy import PolicySettings
-from opsd.settings.section import Section
 from opsd.settings.sections import (
     AgentSettings,
     CostSettings,
     NotifySettings,
     PreflightSettings,
     RepairSettings,
+    Section,
     SpareSettings,
 )
 

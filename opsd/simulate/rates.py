@@ -19,7 +19,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opsd.files import read_settings
-from opsd.settings.section import Section
+from opsd.settings.sections import Section
 from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, PASSING, ClusterEffect, FaultsError, NodeEffect, SimulatedFault
 
 PUBLISHED: Mapping[str, float] = {"stepfun": 4.16, "llama3": 3.79, "rsc1": 6.50, "rsc2": 2.34}

@@ -23,6 +23,7 @@ from opsd.repair.repair_plan import (
     RETEST,
     RETURN,
     STOPPED,
+    TOTAL_S,
     TRIES,
     UNANSWERED,
     Case,
@@ -147,7 +148,7 @@ def test_processes_that_do_not_end_leave_only_a_reboot() -> None:
     stuck = replace(CASE, first=Remedy.PROCESSES)
     case = ended(begun(stuck, Remedy.PROCESSES, FREE), False, f"{HELD}4242", 1000.0)
     assert next_step(case, FREE, LIMITS).remedy is Remedy.REBOOT
-    without = replace(LIMITS, remedies=REMEDIES[:-1])
+    without = RepairSettings(remedies=tuple(remedy.value for remedy in REMEDIES[:-1]))
     assert next_step(case, FREE, without).why == f"no remedy is left after 1 attempt; the last: {HELD}4242"
 
 
@@ -212,7 +213,7 @@ def test_a_clock_that_is_set_fails_no_reboot_and_no_repair() -> None:
 
 def test_a_repair_that_has_worked_for_a_day_is_given_up() -> None:
     """By the time that remedies and tests took."""
-    worked = ended(begun(CASE, Remedy.RESET, FREE), True, "", 1000.0, LIMITS.total_s + 1)
+    worked = ended(begun(CASE, Remedy.RESET, FREE), True, "", 1000.0, TOTAL_S + 1)
     assert next_step(worked, FREE, LIMITS).why == "not over after 24 h of remedies and tests"
 
 
