@@ -138,8 +138,8 @@ def summary(stage: Stage, plan: Mapping[str, Any], now: Mapping[str, Any], recor
     flows = merged(records)
     return {
         "flows": [asdict(flow) for flow in flows],
-        "taken": dict(_sum(done.taken for done in records)),
-        "given": dict(_sum(done.given for done in records)),
+        "taken": dict(_by_folder(stage, flows, "read_file", "data_folder")),
+        "given": dict(_by_folder(stage, flows, "output_filename", "output_folder")),
         "files": sum(len(done.files) for done in records),
         "bytes": sum(file.size for done in records for file in done.files),
     }
@@ -156,10 +156,12 @@ def merged(records: Sequence[Done]) -> list[Flow]:
     return flows
 
 
-def _sum(counts: Any) -> Counter[str]:
+def _by_folder(stage: Stage, flows: Sequence[Flow], mark: str, attribute: str) -> Counter[str]:
+    """The documents that readers took from each folder or writers put there: steps that have ``mark``."""
     total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
+    for step, flow in zip(stage.executor.pipeline, flows, strict=False):
+        if hasattr(step, mark) and (place := place_of(getattr(step, attribute, None))) is not None:
+            total[place] += flow.documents_out - flow.documents_in if mark == "read_file" else flow.documents_in
     return total
 
 

@@ -154,11 +154,6 @@ class NearDuplicates:
         numbers = (b.get(s) for b, s in zip(self._buckets, self._signatures(text), strict=False))
         return [self.sample[number] for number in dict.fromkeys(n for n in numbers if n is not None)]
 
-    def chance(self, similarity: float) -> float:
-        """Of a pair of this Jaccard similarity to be found."""
-        together: float = similarity**self.config.hashes_per_bucket
-        return float(1 - (1 - together) ** self.config.num_buckets)
-
 
 def report(
     texts: Iterable[str], evaluations: Evaluations | None, near: NearDuplicates | None

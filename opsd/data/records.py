@@ -27,7 +27,6 @@ from typing import Any, Final
 
 from opsd import durable
 from opsd.checkpoints.manifest import checksum
-from opsd.data.identity import digest_of
 from opsd.data.pipeline import PipelineError
 
 RUN, PLAN, DONE = "run.json", "plan.json", "done.json"
@@ -98,28 +97,21 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The record of a finished task. ``staged`` are the folders from which its files are moved into place.
-
-    ``reads`` has the files that it has opened, by folder. ``taken`` and ``given`` have the documents that readers took
-    from each folder and writers put into each.
-    """
+    """The record of a finished task. ``reads`` has the files that it has opened, by folder."""
 
     rank: int
     plan: str
     attempt: str
     files: tuple[Written, ...]
-    staged: Mapping[str, str]
     reads: Mapping[str, Sequence[str]]
     flows: tuple[Flow, ...]
-    taken: Mapping[str, int]
-    given: Mapping[str, int]
 
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> Done:
         """Raises KeyError, TypeError."""
         return Done(
-            raw["rank"], raw["plan"], raw["attempt"], tuple(Written(**each) for each in raw["files"]), raw["staged"],
-            raw["reads"], tuple(Flow(**each) for each in raw["flows"]), raw["taken"], raw["given"],
+            raw["rank"], raw["plan"], raw["attempt"], tuple(Written(**each) for each in raw["files"]), raw["reads"],
+            tuple(Flow(**each) for each in raw["flows"]),
         )  # fmt: skip
 
 
@@ -235,15 +227,20 @@ def waiting_room(place: str) -> Path:
     return path.with_name(f".{path.name}.opsd")
 
 
+def aside(place: str, rank: int, attempt: str) -> Path:
+    """Where an attempt writes what belongs into the folder ``place``, on the same file system."""
+    return waiting_room(place) / f"{rank:05d}-{attempt}"
+
+
 def publish(done: Done) -> None:
     """Move the files of a finished task into place, as far as they are not there yet. Raises OSError."""
     folders = set()
     for file in done.files:
-        aside = Path(done.staged[file.folder], file.name)
-        if aside.exists():
+        ready = aside(file.folder, done.rank, done.attempt) / file.name
+        if ready.exists():
             durable.make_folder(file.path.parent)
             with suppress(FileNotFoundError):  # another process moves them too
-                durable.rename(aside, file.path)
+                durable.rename(ready, file.path)
             folders.add(file.path.parent)
     for folder in folders:
         durable.sync_folder(folder)
@@ -263,11 +260,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, content: object) -> None:
     """Raises OSError."""
     durable.replace(path, json.dumps(content).encode())
-
-
-def plan_digest(plan: Mapping[str, Any]) -> str:
-    """Identifies what a stage was begun with."""
-    return digest_of(plan)
 
 
 def listing(place: str) -> Listing:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from opsd import durable
 from opsd.data import checks
+from opsd.data.identity import digest_of
 from opsd.data.pipeline import PipelineError, Stage
 from opsd.data.records import (
     DONE,
@@ -25,7 +26,6 @@ from opsd.data.records import (
     StageFolder,
     Written,
     damage,
-    plan_digest,
     publish,
     read_json,
     waiting_room,
@@ -243,7 +243,7 @@ class Run:
 
 def _stale(folder: StageFolder, records: Sequence[Done]) -> list[int]:
     """The tasks that an attempt has finished which was begun before the stage was begun again."""
-    plan = plan_digest(folder.plan or {})
+    plan = digest_of(folder.plan or {})
     return [done.rank for done in records if done.plan != plan]
 
 

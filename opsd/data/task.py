@@ -31,7 +31,7 @@ from datatrove.utils.logging import logger
 
 from opsd import durable
 from opsd.checkpoints.manifest import checksum
-from opsd.data.identity import ADDRESS, place_of
+from opsd.data.identity import ADDRESS, digest_of, place_of
 from opsd.data.pipeline import PipelineError, Stage, folders_of, name_of
 from opsd.data.records import (
     BEAT_S,
@@ -42,9 +42,8 @@ from opsd.data.records import (
     Flow,
     StageFolder,
     Written,
-    plan_digest,
+    aside,
     publish,
-    waiting_room,
 )
 from opsd.words import first_line, with_remedy
 
@@ -215,7 +214,7 @@ class Tasks:
         plan = folder.plan
         if plan is None or [list(step) for step in stage.steps] != plan["steps"] or plan["tasks"] != stage.tasks:
             raise PipelineError(f"stage {stage.number} was changed while it runs: run `opsd data run` again")
-        self._plan = plan_digest(plan)
+        self._plan = digest_of(plan)
         self._said: list[str] = []
         self._readers: list[Textless] = []
         self._files = LocalFiles()
@@ -227,11 +226,11 @@ class Tasks:
         """One attempt at a task. It ends with an outcome whatever the steps do. Raises OSError if none can be kept."""
         attempt = Attempt(rank, self._plan, job=job, array=array, cpus=self._cpus)
         self._folder.note(attempt)
-        staged = {place: _aside(place, attempt) for place in self._stage.outputs}
+        staged = {place: str(aside(place, rank, attempt.token)) for place in self._stage.outputs}
         try:
             with _beating(self._folder, attempt):
                 done = self._attempted(attempt, staged)
-                if plan_digest(self._folder.plan or {}) != self._plan:
+                if digest_of(self._folder.plan or {}) != self._plan:
                     raise PipelineError("the stage was begun again while this attempt ran")
                 content = json.dumps(asdict(done)).encode()
                 is_first = durable.create(self._folder.record(rank), content)
@@ -272,17 +271,15 @@ class Tasks:
         self._files.close()
         if self._said:
             raise PipelineError(self._said[0])
-        places = {aside: place for place, aside in staged.items()}
         for step, meter in zip(pipeline, meters, strict=True):
             meter.settle()
             if (left_out := textless.get(id(step))) is not None:
                 left_out.settle(meter.flow)
             _audit(step, meter)
         return Done(
-            attempt.rank, self._plan, attempt.token, tuple(_written(staged)), dict(staged),
+            attempt.rank, self._plan, attempt.token, tuple(_written(staged)),
             {place: self._files.read_below(place) for place in self._stage.inputs if "://" not in place},
-            tuple(meter.flow for meter in meters), _counted(pipeline, "read_file", "data_folder", "documents", {}),
-            _counted(pipeline, "output_filename", "output_folder", "total", places),
+            tuple(meter.flow for meter in meters),
         )  # fmt: skip
 
     def _listen(self, documents: Any, rank: int = 0, world_size: int = 1) -> Any:
@@ -360,31 +357,16 @@ def _audit(step: Any, meter: Meter) -> None:
             )
 
 
-def _counted(pipeline: list[Any], mark: str, attribute: str, stat: str, places: Mapping[str, str]) -> dict[str, int]:
-    """Documents by folder, as steps with the attribute ``mark`` count them. ``places`` has folders that lead aside."""
-    found: dict[str, int] = {}
-    for step in pipeline:
-        if hasattr(step, mark) and (place := place_of(getattr(step, attribute, None))) is not None:
-            place = places.get(place, place)
-            found[place] = found.get(place, 0) + int(step.stats[stat].total)
-    return found
-
-
-def _aside(place: str, attempt: Attempt) -> str:
-    """Where an attempt writes what belongs into the folder ``place``: beside it, on the same file system."""
-    return str(waiting_room(place) / f"{attempt.rank:05d}-{attempt.token}")
-
-
 def _written(staged: Mapping[str, str]) -> Iterator[Written]:
     """The files of an attempt, once they are on the disk. Raises OSError."""
-    for place, aside in staged.items():
-        for top, _, names in os.walk(aside):
+    for place, folder in staged.items():
+        for top, _, names in os.walk(folder):
             for name in sorted(names):
                 path = Path(top, name)
                 with open(path, "rb+") as file:
                     durable.sync(file)
                 about = path.stat()
-                yield Written(place, str(path.relative_to(aside)), about.st_size, checksum(path), about.st_mtime_ns)
+                yield Written(place, str(path.relative_to(folder)), about.st_size, checksum(path), about.st_mtime_ns)
 
 
 def _is_committed(folder: StageFolder, rank: int, attempt: Attempt) -> bool:
