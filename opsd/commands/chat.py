@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ RESET, SYSTEM = "/reset", "/system"
     epilog=exit_codes(
         {
             0: "the chat has ended",
-            1: "the transcript cannot be written",
+            1: "no question was answered, or the transcript cannot be written",
             2: "the command line is wrong, or a folder is no checkpoint",
             74: "the disk or the quota below the transcript is full",
         }
@@ -67,14 +68,17 @@ def chat(
     try:
         from transformers import set_seed
 
-        from opsd.posttrain.speaker import Speaker, SpeakerError, checkpoints_in, home_of
+        from opsd.posttrain.speaker import Speaker, SpeakerError, checkpoints_in, home_of, told_apart
     except ImportError as error:
         raise click.UsageError(f"this needs {error.name}: pip install transformers torch") from error
     try:
         place = transcript or home_of(checkpoints_in(checkpoint)[-1]) / CHATS / time.strftime("%Y%m%d-%H%M%S.jsonl")
         with _kept(place):
             durable.make_folder(place.parent)
-        speakers = [Speaker.load(folder, device) for folder in (checkpoint, other) if folder is not None]
+        folders = [folder for folder in (checkpoint, other) if folder is not None]
+        speakers = [Speaker.load(folder, device) for folder in folders]
+        names = told_apart([each.name for each in speakers], folders)
+        speakers = [replace(each, name=name) for each, name in zip(speakers, names, strict=True)]
         set_seed(seed)
         return _talk(speakers, system, place, max_new_tokens, temperature)
     except SpeakerError as error:
@@ -98,6 +102,7 @@ def _talk(speakers: list[Speaker], system: str, place: Path, most: int, temperat
         if not speaker.has_template:
             click.echo(f"opsd: {speaker.name} has no chat template: it continues texts", err=True)
     histories: list[Messages] = [[] for _ in speakers]
+    asked = answered = False
     for line in _lines():
         word, _, rest = line.partition(" ")
         if word in (RESET, SYSTEM):
@@ -118,13 +123,14 @@ def _talk(speakers: list[Speaker], system: str, place: Path, most: int, temperat
             click.echo("" if answer.stopped else " …")
             history.append({"role": "assistant", "content": answer.text})
             answers[speaker.name] = {"text": answer.text, "stopped": answer.stopped}
+        asked, answered = True, answered or bool(answers)
         turn = len(histories[0]) // 2
         record = {"t": time.time(), "turn": turn, "system": system, "user": line, "answers": answers}
         with _kept(place):
             durable.append(place, json.dumps(record).encode() + b"\n")
     if place.exists():
         click.echo(f"transcript: {place}", err=True)
-    return exitcodes.OK
+    return exitcodes.OK if answered or not asked else exitcodes.FAILED
 
 
 def _say(text: str) -> None:

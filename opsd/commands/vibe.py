@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import click
 
 from opsd import exitcodes
 from opsd.commands.options import exit_codes, option
+from opsd.words import plural
 
 if TYPE_CHECKING:
     from opsd.posttrain.rows import Example
@@ -52,12 +54,11 @@ def vibe(
 
         opsd vibe out --base smollm --rows held_out.jsonl
     """
-    from opsd.posttrain.dumps import DumpError, read_rows
-    from opsd.posttrain.rows import Example
+    from opsd.posttrain.dumps import DumpError
 
     try:
-        examples = [Example.of(row, number) for number, row in enumerate(read_rows(rows))] if rows else []
-        found = _measured(checkpoints, base, [each for each in examples if each is not None], max_new_tokens, device)
+        examples = _examples(rows) if rows else []
+        found = _measured(checkpoints, base, examples, max_new_tokens, device)
     except DumpError as error:
         raise click.UsageError(str(error)) from error
     except ImportError as error:
@@ -71,18 +72,36 @@ def vibe(
     return exitcodes.FAILED if found[-1].problems else exitcodes.OK
 
 
+def _examples(path: Path) -> list[Example]:
+    """The rows that can prove something. Raises DumpError, and click.UsageError if they are too few."""
+    from opsd.posttrain.dumps import read_rows
+    from opsd.posttrain.rows import Example
+    from opsd.posttrain.vibe import LEAST_ROWS, usable
+
+    found = usable(Example.of(row, number) for number, row in enumerate(read_rows(path)))
+    systems = {tuple(each.texts("system")) for each in found}
+    if len(found) < LEAST_ROWS or len(systems) < 2:
+        raise click.UsageError(
+            f"{path} has {plural(len(found), 'row')} with a system prompt, a question and an answer, and "
+            f"{plural(len(systems), 'system prompt')}: at least {LEAST_ROWS} rows and two system prompts are needed"
+        )
+    return found
+
+
 def _measured(
     checkpoints: tuple[Path, ...], base: Path | None, examples: list[Example], most: int, device: str
 ) -> list[Vibe]:
-    from opsd.posttrain.speaker import Speaker, SpeakerError, checkpoints_in
+    from opsd.posttrain.speaker import Speaker, SpeakerError, checkpoints_in, told_apart
     from opsd.posttrain.vibe import measure
 
     try:
         folders = [path for folder in checkpoints for path in checkpoints_in(folder)]
         folders = [*(checkpoints_in(base)[-1:] if base else []), *folders]
-        return [measure(Speaker.load(folder, device), examples, most=most) for folder in folders]
+        found = [measure(Speaker.load(folder, device), examples, most=most) for folder in folders]
     except SpeakerError as error:
         raise click.UsageError(str(error)) from error
+    names = told_apart([each.name for each in found], folders)
+    return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 
 
 def _print(found: list[Vibe], *, base: bool) -> None:

@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 
 Messages = list[dict[str, str]]
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
+_SHARDED = "pytorch_model_fsdp_0"
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Files of which one at least makes a tokenizer."""
+_DRAWING = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "top_k", "top_p", "min_p", "repetition_penalty",
+    "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+)  # fmt: skip
+"""What holds of a checkpoint's own generation settings: which token comes next, and not how many answers are tried."""
 
 
 class SpeakerError(Exception):
@@ -37,6 +45,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
         raise SpeakerError(
             f"{folder} is a run of the included trainer: export it first (python -m opsd.trainer.huggingface export)"
         )
+    if sharded := [*folder.glob(f"checkpoint-*/{_SHARDED}"), *folder.glob(_SHARDED)]:
+        raise SpeakerError(
+            f"{sharded[-1]} holds the parts of FSDP: make one model of them first (accelerate merge-weights), and put "
+            "config.json and the tokenizer of the base model beside it"
+        )
     raise SpeakerError(
         f"{folder} has no config.json, no adapter_config.json and no checkpoint-N: name the folder of a checkpoint"
     )
@@ -45,6 +58,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def _is_checkpoint(folder: Path) -> bool:
     """Of a model, or of an adapter such as LoRA, which transformers puts on its base model."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def told_apart(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """``names``, or the paths themselves if two different ones have the same name."""
+    return list(names) if len(set(names)) >= len({*map(Path.resolve, paths)}) else [str(path) for path in paths]
 
 
 def home_of(checkpoint: Path) -> Path:
@@ -86,6 +104,11 @@ class Speaker:
         path = checkpoints_in(folder)[-1]
         if not (path / "config.json").is_file() and importlib.util.find_spec("peft") is None:
             raise SpeakerError(f"{path} is an adapter on another model, which needs peft: install it")
+        if not any(found for pattern in _TOKENIZERS for found in path.glob(pattern)):
+            raise SpeakerError(
+                f"{path} has no tokenizer: copy that of the base model there, and give it to the trainer "
+                "(processing_class) so that it is saved with the next one"
+            )
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +117,9 @@ class Speaker:
             dtype = torch.float32 if device == "cpu" else "auto"
             model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
             model = model.to(device).eval()
+            own = model.generation_config.to_dict()
+            drawing = {name: own[name] for name in _DRAWING if name in own}
+            model.generation_config = GenerationConfig(**drawing)  # type: ignore[no-untyped-call]
         except Exception as error:  # transformers, tokenizers and safetensors may raise anything
             said = str(error).strip().partition("\n")[0] or type(error).__name__
             raise SpeakerError(f"{path} cannot be loaded by transformers: {said:.300}") from error
@@ -105,6 +131,12 @@ class Speaker:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     @property
+    def places(self) -> int | None:
+        """The most tokens that the model reads, None if that is not known or not limited."""
+        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
     def ends(self) -> frozenset[int]:
         """The tokens at which a generation stops."""
         own = self.model.generation_config.eos_token_id
@@ -114,22 +146,25 @@ class Speaker:
     def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The tokens after which the model answers; without a template the texts one below the other.
 
-        Raises SpeakerError if the template refuses the messages.
+        Raises SpeakerError if the template refuses the messages, or if the model has no place for an answer to them.
         """
-        if not self.has_template:
-            return list(self.tokenizer("\n".join(each["content"] for each in messages) + "\n")["input_ids"])
-        return self._templated(messages, add_generation_prompt=True)
+        if self.has_template:
+            found = self._templated(messages)
+        else:
+            found = list(self.tokenizer("\n".join(each["content"] for each in messages) + "\n")["input_ids"])
+        if not found:
+            raise SpeakerError(f"the chat template of {self.name} writes nothing for these messages")
+        self._check_length(len(found) + 1)
+        return found
 
-    def conversation(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The tokens of messages that end in an answer, as a training sees them. Raises SpeakerError."""
-        if not self.has_template:
-            return [*self.prompt(messages[:-1]), *self.tokenizer(messages[-1]["content"])["input_ids"]]
-        return self._templated(messages, add_generation_prompt=False)
+    def _check_length(self, tokens: int) -> None:
+        if self.places is not None and tokens > self.places:
+            raise SpeakerError(f"messages and answer have {tokens} tokens, and {self.name} reads {self.places} at most")
 
-    def _templated(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
+    def _templated(self, messages: Sequence[dict[str, str]]) -> list[int]:
         try:
             found = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
+                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
             )
         except Exception as error:  # a template may refuse anything, in any way
             raise SpeakerError(f"the chat template of {self.name} refuses these messages: {error}") from error
@@ -145,9 +180,10 @@ class Speaker:
     ) -> Answer:
         """The model's answer of ``most`` tokens at most; ``temperature`` 0 takes the likeliest token each time.
 
-        ``said`` gets the text in pieces. Raises SpeakerError if the template refuses the messages.
+        ``said`` gets the text in pieces. Raises SpeakerError as ``prompt`` does.
         """
         prompt = torch.tensor([self.prompt(messages)], device=self.model.device)
+        most = most if self.places is None else min(most, self.places - prompt.shape[1])
         drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         with torch.no_grad():
             whole = self.model.generate(
@@ -165,7 +201,11 @@ class Speaker:
         return Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, stopped)
 
     def log_probabilities(self, ids: Sequence[int], begin: int) -> torch.Tensor:
-        """For each position from ``begin`` on, the log-probabilities of its token: (len(ids) - begin, vocabulary)."""
+        """For each position from ``begin`` on, the log-probabilities of its token: (len(ids) - begin, vocabulary).
+
+        Raises SpeakerError if the model does not read as many tokens.
+        """
+        self._check_length(len(ids))
         given = torch.tensor([list(ids)], device=self.model.device)
         with torch.no_grad():
             logits = self.model(given, use_cache=False).logits[0, begin - 1 : len(ids) - 1]

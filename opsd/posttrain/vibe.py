@@ -14,8 +14,9 @@ strays         share of the answers that write a mark of the template, such as t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,10 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Vibe:
-    """The numbers of one checkpoint; None where they could not be measured. ``dropped``: by the template itself."""
+    """The numbers of one checkpoint; None where they could not be measured.
+
+    ``dropped``: its template leaves the system prompt out. ``refused``: what it says instead of taking one.
+    """
 
     name: str
     divergence: float | None
@@ -56,11 +60,13 @@ class Vibe:
     repeats: float
     strays: float
     answers: int
+    refused: str = ""
+    templated: bool = True
 
     @property
     def follows(self) -> Verdict:
         """Whether the model follows its system prompt; that its output moves does not prove it."""
-        if self.dropped:
+        if self.dropped or self.refused:
             return "no"
         if self.gain is not None and self.gain_error is not None:
             return "yes" if self.gain >= LEAST_GAIN and self.gain >= LEAST_SCORE * self.gain_error else "no"
@@ -70,7 +76,11 @@ class Vibe:
     def problems(self) -> list[str]:
         """What is wrong, in words."""
         found = []
-        if self.follows == "no":
+        if not self.templated:
+            found.append("it has no chat template and continues texts")
+        if self.refused:
+            found.append(f"it takes no system prompt: {self.refused}")
+        elif self.follows == "no":
             found.append(
                 "its chat template drops the system prompt" if self.dropped else "it ignores its system prompt"
             )
@@ -83,18 +93,32 @@ class Vibe:
         return found
 
 
+def usable(examples: Iterable[Example | None]) -> list[Example]:
+    """Those with a system prompt, a question and an answer."""
+    return [each for each in examples if each is not None and _system(each) and each.last_answer() and _question(each)]
+
+
 def measure(speaker: Speaker, examples: Sequence[Example] = (), *, most: int = 128) -> Vibe:
     """Put questions to ``speaker``: those of ``examples`` with a system prompt, or built-in ones.
 
     ``most`` is the limit of tokens of an answer. Raises SpeakerError if the template refuses all of them.
     """
-    rows = [each for each in examples if _system(each) and each.last_answer() and _question(each)][:MOST_ROWS]
+    rows = usable(examples)[:MOST_ROWS]
     asked = [_given(each) for each in rows] or [_messages(s, q) for s in SYSTEMS for q in QUESTIONS]
+    refusals = [_refusal(speaker, each) for each in asked]
+    if taken := [each for each, refusal in zip(asked, refusals, strict=True) if not refusal]:
+        return _judge(speaker, taken, rows, most)
+    without = [each[1:] for each in asked]
+    taken = [each for each in without if not _refusal(speaker, each)] or without
+    return replace(_judge(speaker, taken, [], most), refused=refusals[0])
+
+
+def _refusal(speaker: Speaker, messages: Messages) -> str:
     try:
-        speaker.prompt(asked[0])
-    except SpeakerError:
-        return _judge(speaker, [each[1:] for each in asked], [], most)
-    return _judge(speaker, asked, rows, most)
+        speaker.prompt(messages)
+    except SpeakerError as error:
+        return str(error)
+    return ""
 
 
 def _judge(speaker: Speaker, asked: Sequence[Messages], rows: Sequence[Example], most: int) -> Vibe:
@@ -115,6 +139,7 @@ def _judge(speaker: Speaker, asked: Sequence[Messages], rows: Sequence[Example],
         repeats=sum(repeated(each.ids) > REPEATED for each in answers) / count,
         strays=sum(not marks.isdisjoint(each.ids) for each in answers) / count,
         answers=len(answers),
+        templated=speaker.has_template,
     )
 
 
@@ -145,19 +170,20 @@ def divergence(speaker: Speaker, messages: Messages, answer: Sequence[int]) -> f
         found.append(speaker.log_probabilities([*prompt, *answer], len(prompt)))
     middle = torch.logaddexp(*found) - math.log(2)
     halves = [(each.exp() * (each - middle)).sum(-1) for each in found]
-    return float((halves[0] + halves[1]).mean() / 2 / math.log(2))
+    return max(0.0, float((halves[0] + halves[1]).mean() / 2 / math.log(2)))
 
 
-def gain_of(speaker: Speaker, rows: Sequence[Example]) -> tuple[float, float]:
-    """The gain in nats a token, and its standard error over rows; of rows that share one prompt with all, 0."""
+def gain_of(speaker: Speaker, rows: Sequence[Example]) -> tuple[float | None, float | None]:
+    """The gain in nats a token, and its standard error over rows; None without two rows that the model can read."""
     gains = []
     for number, row in enumerate(rows):
         others = [other for other in (*rows[number + 1 :], *rows[:number]) if _system(other) != _system(row)]
         if others:
-            own = _cost(speaker, _given(row), row.last_answer())
-            gains.append(_cost(speaker, _messages(_system(others[0]), _question(row)), row.last_answer()) - own)
+            with suppress(SpeakerError):  # a row may be longer than the model's positions
+                own = _cost(speaker, _given(row), row.last_answer())
+                gains.append(_cost(speaker, _messages(_system(others[0]), _question(row)), row.last_answer()) - own)
     if len(gains) < 2:
-        return 0.0, 0.0
+        return None, None
     mean = sum(gains) / len(gains)
     variance = sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
     return mean, math.sqrt(variance / len(gains))

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
@@ -176,10 +177,121 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, command: str) -> None:
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.json").write_text("{")
-    for name, why in (("run", "export it first"), (".", "no checkpoint-N"), ("broken", "cannot be loaded")):
+    (tmp_path / "sharded/checkpoint-2/pytorch_model_fsdp_0").mkdir(parents=True)
+    tiny_llama().save_pretrained(tmp_path / "silent")
+    byte_tokenizer().save_pretrained(tmp_path / "broken")
+    for name, why in (
+        ("run", "export it first"), (".", "no checkpoint-N"), ("broken", "cannot be loaded"),
+        ("sharded", "accelerate merge-weights"), ("silent", "has no tokenizer"),
+    ):  # fmt: skip
         result = CliRunner().invoke(cli, [command, str(tmp_path / name)])
         assert result.exit_code == 2
         assert why in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 4}, {"return_dict_in_generate": True}, {"stop_strings": ["e"]}, {"eos_token_id": [4, 2, 5000]},
+        {"penalty_alpha": 0.6, "top_k": 4}, {"cache_implementation": "quantized"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_checkpoint_with_generation_settings_of_its_own(
+    folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Other ways of searching are left out: the answer is the same, and no error of generate ends the chat."""
+    own = shutil.copytree(folder / "checkpoint-120", tmp_path / "own")
+    (own / "generation_config.json").write_text(json.dumps(settings))
+    words = ["chat", str(own), "--system", "say blue", "--max-new-tokens", "12"]
+    result = CliRunner().invoke(cli, words, input="say it.\n", standalone_mode=False)
+    assert result.return_value == 0, result.exception
+    assert "blue\n" in result.output
+
+
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+"""As Gemma 2's."""
+
+
+def test_a_template_that_refuses_system_prompts(folder: Path, tmp_path: Path) -> None:
+    """It is named by vibe; a chat without a single answer has failed, one without a system prompt has not."""
+    for part in (Speaker.load(folder).model, byte_tokenizer(REFUSING)):
+        part.save_pretrained(tmp_path / "refusing")
+    words = [str(tmp_path / "refusing"), "--max-new-tokens", "12"]
+    for more in ([], ["--rows", str(folder / "rows.jsonl")]):
+        result = CliRunner().invoke(cli, ["vibe", *words, *more, "--json"], standalone_mode=False)
+        (found,) = json.loads(result.stdout)["checkpoints"]
+        assert found["follows"] == "no"
+        assert "it takes no system prompt: the chat template" in found["problems"][0]
+    for more, code in (["--system", "say blue"], 1), ([], 0):
+        result = CliRunner().invoke(cli, ["chat", *words, *more], input="say it.\n", standalone_mode=False)
+        assert result.return_value == code
+
+
+def test_a_model_with_few_positions(tmp_path: Path) -> None:
+    """A base model of GPT-2's kind: a question that it cannot read is refused, and an answer ends at its last place."""
+    settings = {"vocab_size": 262, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=64, **settings)).save_pretrained(tmp_path / "base")
+    byte_tokenizer(None).save_pretrained(tmp_path / "base")
+    result = CliRunner().invoke(
+        cli, ["chat", str(tmp_path / "base")], input="x" * 90 + "\nwhy?\n", standalone_mode=False
+    )
+    assert result.return_value == 0, result.exception
+    assert "messages and answer have 92 tokens, and" in result.output
+    found = measure(Speaker.load(tmp_path / "base"), [each for row in rows(3, 12) if (each := Example.of(row, 0))])
+    assert "it has no chat template and continues texts" in found.problems
+    assert found.gain is not None
+
+
+def test_a_template_that_writes_nothing() -> None:
+    """There is no token to go on from."""
+    with pytest.raises(SpeakerError, match="writes nothing"):
+        Speaker("tiny", tiny_llama(), byte_tokenizer("{# #}")).prompt([message("user", "which one?")])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (rows(3, 5), "has 5 rows with a system prompt"),
+        ([{"messages": row["messages"][1:]} for row in rows(3)], "has 0 rows with a system prompt"),
+        ([row for row in rows(3) if row["messages"][0]["content"] == "say red"], "and 1 system prompt:"),
+    ],
+)
+def test_rows_that_prove_nothing_are_refused(tmp_path: Path, folder: Path, data: list[Any], said: str) -> None:
+    """They would be left out, and the table would look as if nobody had named them."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    result = CliRunner().invoke(cli, ["vibe", str(folder), "--rows", str(tmp_path / "rows.jsonl")])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_checkpoints_of_the_same_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """Two runs with the same output folder and the same step."""
+    for run in "ab":
+        shutil.copytree(folder / "checkpoint-120", tmp_path / run / "out/checkpoint-120")
+    paths = [str(tmp_path / run / "out/checkpoint-120") for run in "ab"]
+    words = ["chat", paths[0], "--with", paths[1], "--max-new-tokens", "12", "--transcript", str(tmp_path / "kept")]
+    CliRunner().invoke(cli, words, input="say it.\n")
+    assert list(json.loads((tmp_path / "kept").read_text())["answers"]) == paths
+    result = CliRunner().invoke(cli, ["vibe", *paths, "--max-new-tokens", "12", "--json"])
+    assert [each["name"] for each in json.loads(result.stdout)["checkpoints"]] == paths
+
+
+SIZES = {"vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma3Text", "Mistral", "Phi3", "Olmo2", "Mamba"])
+def test_models_of_other_kinds(tmp_path: Path, kind: str) -> None:
+    """Untrained ones: they load, answer and are measured, and a model that ignores its system prompt is found out."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **({} if kind == "Mamba" else HEADS))
+    transformers.set_seed(1)
+    for part in (AutoModelForCausalLM.from_config(config), byte_tokenizer()):
+        part.save_pretrained(tmp_path / "untrained")
+    found = measure(Speaker.load(tmp_path / "untrained"), most=4)
+    assert (found.follows, found.answers) == ("no", 16)
+    assert found.divergence is not None
+    assert found.divergence >= 0
 
 
 def test_checkpoints_are_in_their_order(folder: Path) -> None:
