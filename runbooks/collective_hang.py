@@ -8,7 +8,7 @@ from dataclasses import replace
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Severity, View
 from opsd.runbooks.lib.remedies import RunRunbook, notify_unsupervised
-from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_then, ranks_of, user_of
 from opsd.runbooks.lib.signals import counted, integer, integers, latest, number, text
 from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
@@ -99,7 +99,7 @@ def _recorded(event: Event, run: str, view: View) -> Culprit:
     what = f"{text(event.data, 'operation')} {text(event.data, 'sequence')} of group {text(event.data, 'group')}"
     if not ranks:
         return Culprit("network", view.node, detail=f"every rank has come to {what}")
-    page = rank_of(view, run, ranks[0])
+    page = rank_then(view, run, ranks[0], event.at)
     others = f", with {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
     cause = text(event.data, "cause") or "never called"
     node, gpu = (view.node, page.gpu) if page is not None else (None, None)

@@ -17,6 +17,7 @@ from opsd.runbooks.lib.runs import (
     live_ranks,
     quoted,
     rank_of,
+    rank_then,
     run_of,
     supervised,
     unsolved,
@@ -120,7 +121,7 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
     if not waits_for_data(reported_states(event), rank):
         return None
     stuck = number(data, "stuck_s") or 0.0
-    page = rank_of(view, run, rank)
+    page = rank_then(view, run, rank, event.at)
     said = f"rank {rank} has waited {stuck:.1f} s for its batch; the launcher's limit is {text(data, 'limit_s')} s"
     return Finding(
         key=f"{run}/generation {generation}/rank {rank}",

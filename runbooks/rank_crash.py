@@ -14,7 +14,7 @@ from opsd.runbooks.lib.runs import (
     last_step_at,
     log_lines,
     quoted,
-    rank_of,
+    rank_then,
     run_recovered,
     unsolved,
 )
@@ -65,7 +65,7 @@ def _finding(event: Event, view: View) -> Finding:
     data = event.data
     run, rank, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
     component, meaning, confidence = _blamed(data)
-    page = rank_of(view, run, rank)
+    page = rank_then(view, run, rank, event.at)
     if _by_oops(view, event, integer(data, "pid") or (page.pid if page else None)):
         component, meaning, confidence = "node", "the kernel ended it after a fault of its own (oops)", 0.95
     step = integer(data, "step")

@@ -14,6 +14,7 @@ from opsd.runbooks.lib.runs import (
     last_step,
     quoted,
     rank_of,
+    rank_then,
     ranks_of,
     run_recovered,
     supervised,
@@ -73,7 +74,7 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
         key=f"{run}/generation {generation}",
         severity=Severity.CRITICAL,
         summary=f"{run} hangs in {text(data, 'phase')}: {reason}",
-        culprit=_named(view, run, None if rank is None else int(rank), reason),
+        culprit=_named(view, event, None if rank is None else int(rank), reason),
         confidence=_confidence(states, rank, data.get("flight_recorder")),
         evidence=(
             *quoted(event, "launcher", f"no rank has moved for {stuck:.1f} s; {limit}"),
@@ -86,11 +87,11 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
     )
 
 
-def _named(view: View, run: str, rank: int | None, reason: str) -> Culprit:
+def _named(view: View, hang: Event, rank: int | None, reason: str) -> Culprit:
     """The launcher's culprit, who is unknown if no rank stood out."""
     if rank is None:
         return Culprit("unknown", view.node, detail=reason)
-    page = rank_of(view, run, rank)
+    page = rank_then(view, text(hang.data, "run"), rank, hang.at)
     return Culprit("rank", view.node, page.gpu if page else None, rank, reason.removeprefix(f"rank {rank}: "))
 
 

@@ -11,7 +11,7 @@ from opsd.runbooks.base import Action, Culprit, Evidence, Finding, Incident, Run
 from opsd.runbooks.lib.gpus import xids_of
 from opsd.runbooks.lib.runs import (
     job_of,
-    rank_of,
+    rank_then,
     ranks_of,
     run_of,
     run_recovered,
@@ -84,12 +84,12 @@ def _suspects(differences: Sequence[_Difference]) -> list[int]:
     return sorted(rank for rank, count in votes.items() if count == most)
 
 
-def _culprit(view: View, run: str, suspects: Sequence[int]) -> tuple[Culprit, float]:
+def _culprit(view: View, run: str, suspects: Sequence[int], at: float) -> tuple[Culprit, float]:
     if not suspects:
         return Culprit("unknown", view.node, detail="no checksum has a majority"), 0.3
     if len(suspects) > 1:
         return Culprit("unknown", view.node, detail=f"{_named(suspects)} differ from the majority"), 0.4
-    rank = rank_of(view, run, suspects[0])
+    rank = rank_then(view, run, suspects[0], at)
     if rank is None:
         return Culprit("rank", rank=suspects[0], detail="on another node"), 0.8
     return Culprit("gpu", view.node, rank.gpu, rank.rank, "computed or stored something wrong"), 0.8
@@ -97,7 +97,7 @@ def _culprit(view: View, run: str, suspects: Sequence[int]) -> tuple[Culprit, fl
 
 def _finding(view: View, run: str, generation: int, differences: Sequence[_Difference]) -> Finding:
     first = min(differences, key=lambda difference: difference.step)
-    culprit, confidence = _culprit(view, run, _suspects(differences))
+    culprit, confidence = _culprit(view, run, _suspects(differences), first.at)
     tensors = sorted({difference.tensor for difference in differences})
     agreed = first.agreed if first.agreed is not None else -1
     since = f"equal at step {agreed}" if agreed >= 0 else "never compared equal before"

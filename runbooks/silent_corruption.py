@@ -10,7 +10,7 @@ from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import driver_restarted, gpu_of, newest, rank_on, xids_of
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.runs import job_of, rank_of, run_recovered, steps_lost, unsolved_by_run
+from opsd.runbooks.lib.runs import job_of, rank_then, run_recovered, steps_lost, unsolved_by_run
 from opsd.runbooks.lib.signals import grouped, integer, is_integer, number, said, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
@@ -82,7 +82,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], verdict: str) -> Finding:
     first = replays[0]
-    culprit, uuid = _culprit(view, run, first.ranks, verdict)
+    culprit, uuid = _culprit(view, run, first, verdict)
     agreed, step = number(first.event.data, "agreed"), integer(first.event.data, "step")
     lost = max(0, step - int(agreed or 0))
     since = f"all ranks were last equal at step {agreed:.0f}" if agreed is not None else "there was no replay before"
@@ -103,14 +103,15 @@ def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], 
     )
 
 
-def _culprit(view: View, run: str, ranks: tuple[int, ...], verdict: str) -> tuple[Culprit, str]:
+def _culprit(view: View, run: str, replay: _Replay, verdict: str) -> tuple[Culprit, str]:
     """The culprit, and the UUID of its GPU; "" if no GPU of this node is named."""
     if verdict == PROGRAM:
         return Culprit("user code", view.node, detail="it is not deterministic"), ""
+    ranks = replay.ranks
     if len(ranks) > 1:
         names = ", ".join(map(str, ranks[:8]))
         return Culprit("unknown", view.node, detail=f"one of the ranks {names}, which exchange what they compute"), ""
-    rank = rank_of(view, run, ranks[0])
+    rank = rank_then(view, run, ranks[0], replay.event.at)
     if rank is None:
         return Culprit("rank", rank=ranks[0], detail="on another node"), ""
     gpu = next((gpu for gpu in view.gpus if gpu.index == rank.gpu), None)

@@ -19,7 +19,7 @@ from opsd.runbooks.lib.runs import (
     job_of,
     live_ranks,
     quoted,
-    rank_of,
+    rank_then,
     ranks_of,
     run_finding,
     run_over,
@@ -78,12 +78,12 @@ def _news_finding(name: str, event: Event, view: View) -> Finding:
     several = f": {counted(len(ranks), 'rank')} on {_node(event)}"
     who = several if len(ranks) > 1 else f": rank {ranks[0]}" if ranks else ""
     compared = f"compared: {counted(integer(data, 'compared', 0), 'rank')} of the job"
-    told = rank_of(view, run, ranks[0]) if ranks else next(iter(ranks_of(view, run)), None)
+    told = rank_then(view, run, ranks[0], event.at) if ranks else next(iter(ranks_of(view, run)), None)
     return Finding(
         key=name,
         severity=Severity.INFO if not ranks else Severity.CRITICAL if cost >= COSTLY else Severity.WARNING,
         summary=f"{cause} in {run}{who}; steps take {slowdown:.2f} times as long",
-        culprit=_culprit(cause, ranks, run, view),
+        culprit=_culprit(cause, ranks, event, view),
         confidence=min(1.0, max(0.0, number(data, "confidence") or 0.5)),
         evidence=quoted(event, "launcher", *said, compared, text(data, "advice")),
         cost=lost(view, told, cost) if told else lost_by(f"run {run}", cost, world_size(view, run)),
@@ -94,10 +94,10 @@ def _news_finding(name: str, event: Event, view: View) -> Finding:
     )  # fmt: skip
 
 
-def _culprit(cause: str, ranks: list[int], run: str, view: View) -> Culprit:
+def _culprit(cause: str, ranks: list[int], event: Event, view: View) -> Culprit:
     if not ranks:
         return Culprit("user code", detail=cause)
-    page = rank_of(view, run, ranks[0])
+    page = rank_then(view, text(event.data, "run"), ranks[0], event.at)
     gpu = page.gpu if page is not None and len(ranks) == 1 else None
     component = COMPONENTS.get(cause, "rank" if len(ranks) == 1 else "node")
     return Culprit(component, view.node, gpu, ranks[0] if len(ranks) == 1 else None, cause)

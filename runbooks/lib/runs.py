@@ -30,6 +30,15 @@ def rank_of(view: View, run: str, rank: int) -> RankFact | None:
     return next((fact for fact in view.ranks if fact.run == run and fact.rank == rank), None)
 
 
+def rank_then(view: View, run: str, rank: int, second: float) -> RankFact | None:
+    """One rank of ``run`` as it was at the wall second ``second``; as it is now if this node did not see it then.
+
+    Evidence may be read late, when another process has the rank's number, or none has.
+    """
+    ranks = (*view.ranks_then(second), *view.ranks)
+    return next((fact for fact in ranks if fact.run == run and fact.rank == rank), None)
+
+
 def run_of(view: View, run: str) -> RunFact | None:
     """The run as its launcher describes it, None if it has no launcher on this node."""
     return next((fact for fact in view.runs if fact.run == run), None)

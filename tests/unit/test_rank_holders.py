@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from opsd.agent.window import MAX_ENDED, SLACK_S, Holders, Window
-from opsd.collectors.base import Reading
+from opsd.collectors.base import Event, Reading
+from opsd.runbooks import RUNBOOKS
 from tests.fakes.facts import rank
 
 T0 = 1_700_000_000.0
@@ -55,3 +58,32 @@ def test_the_window_tells_who_was_there():
     window.forget("ranks")
     assert [fact.pid for fact in window.ranks_then(T0 + 1)] == [77]
     assert [fact.pid for fact in window.witnessed.ranks_then(T0 + 1)] == [77]
+
+
+EVENTS = {
+    "rank_crash": ("rank_exited", {"culprit": True, "exit": "signal SIGKILL", "step": 7}),
+    "rank_hang": ("hang_detected", {"stuck_s": 20.0, "phase": "forward", "reason": "rank 2: it sleeps"}),
+    "straggler": ("straggler_found", {"ranks": [2], "cause": "slow GPU", "slowdown": 1.4}),
+    "replica_divergence": (
+        "replicas_differ",
+        {"step": 40, "tensor": "head", "ranks": [0, 1, 2], "checksums": ["a", "a", "b"]},
+    ),
+    "silent_corruption": (
+        "replay_differs",
+        {"step": 40, "ranks": [2], "checksums": ["a", "b"], "repeats": 3, "differing": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EVENTS)
+def test_evidence_that_is_read_late_names_the_gpu_of_its_time(kind):
+    """The launcher has started the rank again meanwhile, and it has no page yet."""
+    name, data = EVENTS[kind]
+    window = Window("node", seconds=600)
+    window.begin(0.0, T0)
+    window.add("ranks", Reading(facts=(replace(RANK, gpu=5),)))
+    event = Event(name, T0 + 1.0, "", {"run": RANK.run, "generation": RANK.generation, "rank": 2, **data})
+    window.begin(30.0, T0 + 30)
+    window.add("ranks", Reading(events=(event,), facts=(rank(3),)))
+    book = next(book for book in RUNBOOKS if book.kind == kind)
+    assert [(found.culprit.gpu, found.culprit.rank) for found in book.detect(window)] == [(5, 2)]
