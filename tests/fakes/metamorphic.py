@@ -194,7 +194,7 @@ def _differences(scenario: Scenario, name: str, plain: PlayedScenario, other: Pl
     after = Counter(_about(incident, turned and _unchanged) for incident in other.incidents.values())
     ignored = {*scenario.allow} | (CLOCK if "clock" in name else set()) | (WITHOUT_RUN if "ends" in name else set())
     unseen_s = LATE_S if name == "events late" else BLIND_S if name.endswith("blind early") else 0.0
-    brief = {_about(incident, turned) for incident in plain.incidents.values() if _over_within(unseen_s, incident)}
+    brief = {_about(incident, turned) for incident in plain.incidents.values() if over_within(unseen_s, incident)}
     for about in sorted((before - after).keys() - brief, key=repr):
         if about[0] not in ignored:
             yield f"missing: {about}"
@@ -213,7 +213,7 @@ def _differences(scenario: Scenario, name: str, plain: PlayedScenario, other: Pl
             yield f"told {pages} more times: {kind}"
 
 
-def _over_within(seconds: float, incident: Incident) -> bool:
+def over_within(seconds: float, incident: Incident) -> bool:
     """Whether it was over before somebody who saw nothing for ``seconds`` could see it: nobody need be told of it."""
     return incident.resolved_at is not None and incident.resolved_at - incident.opened_at < seconds
 
