@@ -138,6 +138,42 @@ def test_a_checkpoint_that_has_lost_a_part(tmp_path: Path, name: str, bytes_left
         chosen(None, run, output)
 
 
+LAYOUTS = {
+    "fsdp sharded": [f"{part}/{name}" for part in ("pytorch_model_fsdp_0", "optimizer_0")
+                     for name in (".metadata", "__0_0.distcp", "__1_0.distcp")],
+    "fsdp full": ["pytorch_model_fsdp.bin", "optimizer.bin"],
+    "zero 2": ["latest", "global_step4/mp_rank_00_model_states.pt",
+               *(f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))],
+    "zero 3": ["latest", *(f"global_step4/zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt"
+                           for rank in (0, 1) for what in ("model", "optim"))],
+}  # fmt: skip
+"""The files of checkpoints of which each rank writes a part, as transformers' Trainer leaves them."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_parts_of_all_ranks_are_known(tmp_path: Path, layout: str) -> None:
+    """Each of them is missed, and so is the end of each."""
+    run, output = str(tmp_path), str(tmp_path / "out")
+    folder = tmp_path / "out/checkpoint-4"
+    files = [*LAYOUTS[layout], "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"]
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    keep(run, output, 4, PLAN)
+    told = list[str]()
+    assert chosen(None, run, output, told.append) == str(folder)
+    assert not told, "there is an optimizer"
+    for name in files:
+        for left, said in ((None, "is missing"), ("{", "has 1 bytes instead of 2")):
+            (folder / name).unlink()
+            if left is not None:
+                (folder / name).write_text(left)
+            with pytest.raises(ResumeRefusedError, match=f"{name} {said}"):
+                chosen(None, run, output)
+            (folder / name).write_text("{}")
+    assert chosen(None, run, output) == str(folder)
+
+
 def test_a_checkpoint_without_an_optimizer_is_told(tmp_path: Path) -> None:
     """Of save_only_model: there was none from the start."""
     folder, told = save(tmp_path, "out", 2), list[str]()
