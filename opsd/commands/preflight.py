@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,9 @@ from opsd.commands.output import output_console, written
 from opsd.commands.preflight_network import exit_code, network, node_drill
 from opsd.config import Settings
 from opsd.preflight import burnin
-from opsd.preflight.base import PROFILES
+from opsd.preflight.base import PROFILES, Context, Demand
 from opsd.preflight.checks import CHECKS, run_alerts
-from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, quarantine, say
+from opsd.preflight.command import BURN_IN_H, HISTORY, Request, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import Deviation, FleetError, deviations, facts_of, fleet_of, newest_by_node
@@ -167,8 +167,17 @@ def preflight(
     if train:
         _demand_settings(train)
     targets = report_targets(files)
-    context = replace(
-        configured(settings.preflight, settings.agent.node, profile),
+    own = settings.preflight
+    context = Context(
+        node=settings.agent.node,
+        profile=profile,
+        seconds=0.0,
+        settings=own,
+        demand=Demand(
+            own.tokens_per_s,
+            checkpoint_bytes=own.checkpoint_bytes,
+            checkpoint_interval_s=own.checkpoint_interval_s,
+        ),
         train=str(Path(train).absolute()) if train.endswith(".toml") else train,
         overrides=train_set,
         script=script,
@@ -186,7 +195,7 @@ def preflight(
     to_stdout = any(str(path) == "-" for path in targets.values())
     console = Console(stderr=to_stdout, quiet=quiet)
     try:
-        report = run_preflight(request, settings.preflight, CHECKS, console)
+        report = run_preflight(request, CHECKS, console)
     except (SelectionError, FleetError) as error:
         raise BadConfig(str(error)) from error
     if acting:

@@ -239,7 +239,7 @@ def node_drill(
     if len(here.names) - spares < 2:
         raise BadConfig(f"a node can be lost only where two train; there are {len(here.names)}, and {spares} spares")
     context = Context(
-        here.names[here.node], "drill", 0.0, gpus=settings.preflight.gpus, overrides=train_set,
+        here.names[here.node], "drill", 0.0, settings=settings.preflight, overrides=train_set,
         train=str(Path(train).absolute()) if train.endswith(".toml") else train,
     )  # fmt: skip
     try:

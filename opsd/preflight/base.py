@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Final, Literal
 
+from opsd.settings.sections import PreflightSettings
+
 PROFILES: Final = ("quick", "standard", "burn-in", "spare")
 Need = Literal["gpu", "root", "network", "exclusive", "torch", "run", "script"]
 """``exclusive``: measures a speed, so no other check may run at the same time. ``torch``: runs in the training's Python
@@ -148,14 +150,10 @@ class Context:
     profile: str
     seconds: float
     device: str = "cuda"
-    gpus: int | None = None
-    """How many GPUs the node must have; None if not given."""
+    settings: PreflightSettings = field(default_factory=PreflightSettings)
     services: tuple[str, ...] = ()
     """Those that may hold GPUs, whatever user runs them (``repair.services``)."""
     demand: Demand = Demand()
-    local_dir: str = ""
-    shared_dir: str = ""
-    infiniband_gbps: float | None = None
     ports_expected: tuple[str, ...] = ()
     ports_left_out: tuple[str, ...] = ()
     """Patterns of ports, as in the section ``[infiniband]``."""
@@ -168,10 +166,7 @@ class Context:
     sbatch: str = ""
     """The run that is about to start: its configuration and overrides, its nodes, and its batch script."""
     fire_alerts: bool = False
-    alertmanager: str = ""
-    prometheus: str = ""
-    alert_inbox: str = ""
-    """Whether to fire every alert once, the addresses to use, and where Alertmanager posts its notifications."""
+    """Whether to fire every alert once."""
     nvml_library: str | None = None
     gpus_renewed_at: float = 0.0
     """The uptime at which a repair has reset the GPUs in this boot: what the kernel said of them before is over."""

@@ -28,7 +28,7 @@ from opsd.config import Settings
 from opsd.dependents import Dependents
 from opsd.files import write_text
 from opsd.preflight import burnin, series, view
-from opsd.preflight.base import Bounds, Check, Context, Demand
+from opsd.preflight.base import Bounds, Check, Context
 from opsd.preflight.checks import CHECKS, gpu_inventory
 from opsd.preflight.engine import CheckRun, SelectionError, find, run, select, unmet_need
 from opsd.preflight.fleet import Fleet
@@ -68,13 +68,9 @@ class Request:
     hours: float | None = None
 
 
-def preflight(
-    request: Request,
-    settings: PreflightSettings,
-    checks: Sequence[Check],
-    console: Console,
-) -> Report:
+def preflight(request: Request, checks: Sequence[Check], console: Console) -> Report:
     """Run the checks, show and write the results. Raises SelectionError or FleetError before any check starts."""
+    settings = request.context.settings
     validate(settings, checks)
     skip = {*request.skip, *(set(settings.skip) - {*request.only})}
     selected = select(checks, request.context.profile, request.only, skip)
@@ -186,27 +182,6 @@ def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
             if measure not in bounded:
                 known = f"it has {', '.join(bounded)}" if bounded else "it has none"
                 raise SelectionError(f"preflight.limits.{name}.{measure}: {name} has no such measure; {known}")
-
-
-def configured(settings: PreflightSettings, node: str, profile: str) -> Context:
-    """The context of the checks as far as the settings give it."""
-    return Context(
-        node=node,
-        profile=profile,
-        seconds=0.0,
-        gpus=settings.gpus,
-        demand=Demand(
-            settings.tokens_per_s,
-            checkpoint_bytes=settings.checkpoint_bytes,
-            checkpoint_interval_s=settings.checkpoint_interval_s,
-        ),
-        local_dir=settings.local_dir,
-        shared_dir=settings.shared_dir,
-        infiniband_gbps=settings.infiniband_gbps,
-        alertmanager=settings.alertmanager,
-        prometheus=settings.prometheus,
-        alert_inbox=settings.alert_inbox,
-    )
 
 
 def yardsticks(

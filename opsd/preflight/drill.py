@@ -89,7 +89,7 @@ def storage_of(context: Context, config: Config) -> Path | None:
     there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)
     if there is not None and os.access(there, os.W_OK):
         return there
-    return Path(context.local_dir) if context.local_dir else None
+    return Path(context.settings.local_dir) if context.settings.local_dir else None
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

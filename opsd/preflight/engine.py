@@ -193,8 +193,8 @@ def _unfit_gpus(check: Check, context: Context) -> NotMeasuredError | None:
         return NotApplicableError("simulated GPUs cannot compute") if computes else None
     if count_gpus(context):
         return None
-    if context.gpus:
-        reason = f"the node must have {context.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
+    if context.settings.gpus:
+        reason = f"the node must have {context.settings.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
         return UnfitError(reason)
     return NotApplicableError("no NVIDIA GPU on this node")
 

@@ -74,8 +74,8 @@ def torch_devices(context: Context) -> list[torch.device]:
     if not torch.cuda.is_available():
         raise CouldNotRunError("torch sees no CUDA device although the node has GPUs; compare with `nvidia-smi`")
     count = torch.cuda.device_count()
-    if context.gpus and count < context.gpus:
-        reason = f"torch sees {count} of the node's {context.gpus} GPUs"
+    if context.settings.gpus and count < context.settings.gpus:
+        reason = f"torch sees {count} of the node's {context.settings.gpus} GPUs"
         raise CouldNotRunError(f"{reason}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES")
     return [torch.device("cuda", index) for index in range(count)]
 

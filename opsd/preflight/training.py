@@ -142,7 +142,7 @@ def config_of(context: Context) -> Config:
 
 def devices_of(context: Context) -> int:
     """Devices of one node: its required or present GPUs, or two processes on a machine without GPUs."""
-    return context.gpus or count_gpus(context) or CPU_RANKS
+    return context.settings.gpus or count_gpus(context) or CPU_RANKS
 
 
 def demand_of(context: Context) -> Demand:

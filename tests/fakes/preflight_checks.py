@@ -81,7 +81,7 @@ def hangs(context: Context, progress: Progress) -> Outcome:
     """Ignores SIGTERM and leaves a child in another process group; both pids are in the file named by local_dir."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
-    with open(context.local_dir, "a", encoding="ascii") as file:
+    with open(context.settings.local_dir, "a", encoding="ascii") as file:
         file.write(f"{os.getpid()} {child.pid}\n")
     print("waiting for a driver that never answers", file=sys.stderr)
     time.sleep(600)
@@ -90,7 +90,7 @@ def hangs(context: Context, progress: Progress) -> Outcome:
 
 def leaves_files(context: Context, progress: Progress) -> Outcome:
     """Waits in a folder of its own below the one named by local_dir, until it is told to end."""
-    with tempfile.TemporaryDirectory(dir=context.local_dir) as folder:
+    with tempfile.TemporaryDirectory(dir=context.settings.local_dir) as folder:
         Path(folder, "large").touch()
         time.sleep(600)
     return Outcome()

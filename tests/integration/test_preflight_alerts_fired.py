@@ -11,6 +11,7 @@ pytest.importorskip("yaml")
 from opsd.preflight.base import Context
 from opsd.preflight.checks import run_alerts
 from opsd.preflight.judge import judge
+from opsd.settings.sections import PreflightSettings
 from opsd.stack.world import Stack, StackError, eventually, get
 
 pytestmark = pytest.mark.long
@@ -27,7 +28,9 @@ def test_each_alert_is_received_once_and_then_over(tmp_path: Path) -> None:
         address = stack.inbox.url.removeprefix("http://")
         context = Context(
             "n1", "standard", 60.0, fire_alerts=True,
-            alertmanager=stack.alertmanager, prometheus=stack.prometheus, alert_inbox=address,
+            settings=PreflightSettings(
+                alertmanager=stack.alertmanager, prometheus=stack.prometheus, alert_inbox=address
+            ),
         )  # fmt: skip
         outcome = run_alerts.run(context, lambda share, subject: None)
         assert judge(run_alerts.CHECK, outcome, 0.0).verdict == "pass", outcome.findings

@@ -20,6 +20,7 @@ from opsd.preflight.engine import CheckRun, run
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
 from opsd.preflight.watch import Watch
+from opsd.settings.sections import PreflightSettings
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
 
@@ -34,7 +35,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedG
 @pytest.fixture
 def look(library: str, gpus: SimulatedGpus, tmp_path: Path) -> Callable[[Check], Result]:
     """Run one check in its own process against the simulated GPUs."""
-    context = Context("node-1", "quick", 0.0, gpus=8, nvml_library=library)
+    context = Context("node-1", "quick", 0.0, settings=PreflightSettings(gpus=8), nvml_library=library)
     return lambda check: one(check, context, tmp_path)
 
 
@@ -161,7 +162,9 @@ def test_storage_is_measured_with_fio_and_nothing_is_left(tmp_path: Path):
     """Bandwidth, operations and latency; a run that wants more than any disk has fails."""
     folder = tmp_path / "scratch"
     folder.mkdir()
-    context = Context("node-1", "quick", 0.0, local_dir=str(folder), demand=Demand(tokens_per_s=1e18))
+    context = Context(
+        "node-1", "quick", 0.0, settings=PreflightSettings(local_dir=str(folder)), demand=Demand(tokens_per_s=1e18)
+    )
     result = one(storage.LOCAL, context, tmp_path, 3.0)
     assert {value.measure for value in result.values} == {"write", "read", "random_read", "random_read_p99"}
     assert result.verdict is Verdict.FAIL
@@ -171,6 +174,10 @@ def test_storage_is_measured_with_fio_and_nothing_is_left(tmp_path: Path):
 
 def test_a_storage_folder_that_does_not_exist_could_not_run(tmp_path: Path):
     """The sentence names the folder."""
-    result = one(storage.LOCAL, Context("node-1", "quick", 0.0, local_dir=str(tmp_path / "gone")), tmp_path)
+    result = one(
+        storage.LOCAL,
+        Context("node-1", "quick", 0.0, settings=PreflightSettings(local_dir=str(tmp_path / "gone"))),
+        tmp_path,
+    )
     assert result.verdict is Verdict.COULD_NOT_RUN
     assert "gone" in result.reason or "fio is not installed" in result.reason

@@ -12,6 +12,7 @@ import pytest
 from opsd.preflight.base import Context, Verdict
 from opsd.preflight.engine import NO_RUN, CheckRun, run, unmet_need
 from opsd.preflight.report import Report, Result
+from opsd.settings.sections import PreflightSettings
 from tests.fakes import preflight_checks as fake
 from tests.fakes.clock import eventually
 from tests.fakes.preflight_node import with_gpu
@@ -44,7 +45,9 @@ class Recorder:
 
 
 def job(folder: Path, *checks, **options) -> CheckRun:
-    context = Context("node-1", "quick", 0.0, local_dir=str(folder / "pids"), sys=str(folder / "sys"))
+    context = Context(
+        "node-1", "quick", 0.0, settings=PreflightSettings(local_dir=str(folder / "pids")), sys=str(folder / "sys")
+    )
     return CheckRun(checks, replace(context, **options.pop("context", {})), folder, **options)
 
 

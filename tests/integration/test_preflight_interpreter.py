@@ -18,6 +18,7 @@ from opsd.preflight.command import ensure_torch
 from opsd.preflight.engine import CheckRun, SelectionError, run, unmet_need
 from opsd.preflight.training import demand_by, demand_of
 from opsd.preflight.view import PlainView
+from opsd.settings.sections import PreflightSettings
 from tests.fakes import preflight_checks as fake
 from tests.fakes.preflight_node import with_gpu
 
@@ -100,7 +101,9 @@ def test_only_checks_that_need_torch_run_in_the_training_s_python(node: Context,
 
 def test_the_training_s_python_tells_what_the_run_asks_of_the_node(tmp_path: Path, without_torch: str):
     """The storage is judged by it; opsd's own Python need not have the trainer, and one that has not knows nothing."""
-    run_of_one_node = Context("node-1", "quick", 0.0, train="smollm3-3b", gpus=8, overrides=("data.shards=/data",))
+    run_of_one_node = Context(
+        "node-1", "quick", 0.0, train="smollm3-3b", settings=PreflightSettings(gpus=8), overrides=("data.shards=/data",)
+    )
     other = program(tmp_path / "python", f'exec "{sys.executable}" "$@"')
     demand = demand_by(other, run_of_one_node)
     assert demand.checkpoint_bytes and demand == demand_of(run_of_one_node)

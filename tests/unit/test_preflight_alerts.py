@@ -10,6 +10,7 @@ from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError
 from opsd.preflight.checks import run_alerts
 from opsd.preflight.checks.run_alerts import Listed, Notified, Seen, findings
 from opsd.preflight.checks.run_alerts import tests_of as fired_for
+from opsd.settings.sections import PreflightSettings
 
 RULES = (
     {"alertname": "GpuThrottle", "severity": "critical"},
@@ -74,9 +75,10 @@ def _run(**fields: object) -> None:
 
 def test_nobody_is_paged_who_did_not_ask_for_it() -> None:
     """Without --alerts it does not apply; without an Alertmanager it could not run."""
+    nowhere = PreflightSettings(alertmanager="http://127.0.0.1:9", prometheus="http://127.0.0.1:9")
     with pytest.raises(NotApplicableError, match="--alerts"):
-        _run(alertmanager="http://127.0.0.1:9", prometheus="http://127.0.0.1:9")
+        _run(settings=nowhere)
     with pytest.raises(CouldNotRunError, match=r"preflight\.alertmanager"):
         _run(fire_alerts=True)
     with pytest.raises(CouldNotRunError, match="does not answer"):
-        _run(fire_alerts=True, alertmanager="http://127.0.0.1:9", prometheus="http://127.0.0.1:9")
+        _run(fire_alerts=True, settings=nowhere)

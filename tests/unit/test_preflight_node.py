@@ -26,6 +26,7 @@ from opsd.preflight.checks import (
 )
 from opsd.preflight.checks.numa import parse_list
 from opsd.runbooks import RUNBOOKS
+from opsd.settings.sections import PreflightSettings
 from tests.fakes.fixture_tree import look, summaries, tree
 
 
@@ -95,7 +96,7 @@ def test_infiniband_ports_that_are_down_or_slow_are_named(tmp_path: Path):
 
 def test_a_node_whose_ports_are_all_slow_fails_when_the_rate_is_configured(tmp_path: Path):
     """The neighbours cannot tell then."""
-    outcome = look(infiniband, ports(tmp_path), infiniband_gbps=800.0)
+    outcome = look(infiniband, ports(tmp_path), settings=PreflightSettings(infiniband_gbps=800.0))
     assert len(outcome.findings) == 8
 
 

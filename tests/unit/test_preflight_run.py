@@ -12,6 +12,7 @@ from opsd.preflight.checks import run_steps
 from opsd.preflight.checks.run_config import Setting, findings, seconds_of
 from opsd.preflight.checks.run_steps import MemoryUse
 from opsd.preflight.training import demand_of, predict
+from opsd.settings.sections import PreflightSettings
 
 pytest.importorskip("numpy")
 
@@ -163,7 +164,9 @@ def test_a_checkpoint_must_be_durable_before_the_next(seconds: float, verdict: l
 def test_storage_is_judged_by_what_the_run_needs() -> None:
     """A node's share of the tokens and of the checkpoint; without a run, what the configuration says."""
     configured = Demand(tokens_per_s=5.0, checkpoint_bytes=7.0)
-    known = Context("n1", "quick", 1.0, gpus=8, demand=configured, train="smollm3-3b", nodes=48)
+    known = Context(
+        "n1", "quick", 1.0, settings=PreflightSettings(gpus=8), demand=configured, train="smollm3-3b", nodes=48
+    )
     wanted = demand_of(replace(known, overrides=("data.shards=/data", "parallel.tp=2")))
     assert wanted.tokens_per_s == pytest.approx(8 * 13_500, rel=0.1)
     assert wanted.checkpoint_bytes == pytest.approx(37e9 / 48, rel=0.01)

@@ -19,7 +19,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     """Compare NVML's GPUs with the expected count and with each other."""
     snapshot = gpus.look(context)
     present = [gpu for gpu in snapshot.gpus if gpu.lost is None]
-    findings = [*_lost(snapshot.gpus), *_count(context.gpus, len(present)), *_alike(present)]
+    findings = [*_lost(snapshot.gpus), *_count(context.settings.gpus, len(present)), *_alike(present)]
     measurements = [Measurement("gpus", len(present))]
     facts = {**_layout(snapshot, present), **_domain(snapshot, present)}
     for gpu in present:

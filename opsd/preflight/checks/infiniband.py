@@ -43,7 +43,13 @@ def run(context: Context, progress: Progress) -> Outcome:
     findings = [*missing(folders, context.ports_expected)]
     for port, reading in ports.items():
         rates = [other.rate for name, other in ports.items() if other.rate and layers[name] == layers[port]]
-        expected = context.infiniband_gbps * 1e9 / 8 if context.infiniband_gbps else mode(rates) if rates else None
+        expected = (
+            context.settings.infiniband_gbps * 1e9 / 8
+            if context.settings.infiniband_gbps
+            else mode(rates)
+            if rates
+            else None
+        )
         findings += judge(port, reading, expected)
         measurements += [
             Measurement(measure, reading.counters[file], port)

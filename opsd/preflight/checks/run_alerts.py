@@ -189,16 +189,16 @@ def run(context: Context, progress: Progress) -> Outcome:
     """Fire, wait until all have arrived, resolve."""
     if not context.fire_alerts:
         raise NotApplicableError("it pages people; --alerts fires each alert once")
-    if not context.alertmanager or not context.prometheus:
+    if not context.settings.alertmanager or not context.settings.prometheus:
         raise CouldNotRunError("set preflight.alertmanager and preflight.prometheus, the addresses of the site's own")
-    rules = alerts_of(context.prometheus)
+    rules = alerts_of(context.settings.prometheus)
     if not rules:
-        raise CouldNotRunError(f"{context.prometheus} has none of opsd's alerts; load deploy/prometheus/rules")
-    manager, began = Alertmanager(context.alertmanager), time.time()
+        raise CouldNotRunError(f"{context.settings.prometheus} has none of opsd's alerts; load deploy/prometheus/rules")
+    manager, began = Alertmanager(context.settings.alertmanager), time.time()
     fired = tests_of(rules, context.node, began, began + context.seconds + _OUTLIVES_S)
     before = manager.notified()
     with ExitStack() as ending:
-        inbox = _inbox(context.alert_inbox, ending)
+        inbox = _inbox(context.settings.alert_inbox, ending)
         ending.callback(lambda: manager.post([replace(alert, until=time.time()) for alert in fired.values()]))
         manager.post([*fired.values()])
         seen, slowest = _wait(lambda: _look(manager, fired, before, inbox), began + context.seconds, progress)

@@ -22,7 +22,7 @@ from opsd.preflight.engine import count_gpus
 
 def run(context: Context, progress: Progress) -> Outcome:
     """Start the script under the launcher and take over what its audit finds."""
-    with tempfile.TemporaryDirectory(prefix="opsd-audit-", dir=context.local_dir or None) as name:
+    with tempfile.TemporaryDirectory(prefix="opsd-audit-", dir=context.settings.local_dir or None) as name:
         folder = Path(name)
         code, output = _launch(context, folder)
         events = drill.events(folder)
@@ -48,8 +48,9 @@ def _error(events: Sequence[Mapping[str, Any]]) -> str:
 
 def _launch(context: Context, folder: Path) -> tuple[int, Path]:
     """The exit code of the script, and the file of what it has printed. Raises CouldNotRunError."""
+    gpus = context.settings.gpus or count_gpus(context) or 1
     command = [
-        sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={context.gpus or count_gpus(context) or 1}",
+        sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={gpus}",
         "--standalone", "--redirects=3", "--audit=only", "--max-restarts=0", f"--run-id=audit-{os.getpid()}",
         f"--run-dir={folder}", f"--events={folder / drill.EVENTS}", *shlex.split(context.script),
     ]  # fmt: skip

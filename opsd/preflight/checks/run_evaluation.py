@@ -51,7 +51,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     if context.profile == "quick" or any(finding.verdict is V.FAIL for finding in found):
         return Outcome((), tuple(found))
     progress(0.1, "")
-    with tempfile.TemporaryDirectory(prefix="opsd-evaluation-", dir=context.local_dir or None) as name:
+    with tempfile.TemporaryDirectory(prefix="opsd-evaluation-", dir=context.settings.local_dir or None) as name:
         seconds, problem = _evaluate(context, config, Path(name))
     if problem is not None:
         return Outcome((), (*found, problem))

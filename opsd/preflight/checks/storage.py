@@ -41,14 +41,14 @@ CHECKPOINT_SHARE: Final = 0.25
 
 def run_local(context: Context, progress: Progress) -> Outcome:
     """Measure the configured folder, or the one for temporary files."""
-    return run(context, progress, context.local_dir or tempfile.gettempdir())
+    return run(context, progress, context.settings.local_dir or tempfile.gettempdir())
 
 
 def run_shared(context: Context, progress: Progress) -> Outcome:
     """Measure the configured folder."""
-    if not context.shared_dir:
+    if not context.settings.shared_dir:
         raise NotApplicableError("preflight.shared_dir is not configured")
-    return run(context, progress, context.shared_dir)
+    return run(context, progress, context.settings.shared_dir)
 
 
 def run(context: Context, progress: Progress, folder: str) -> Outcome:
