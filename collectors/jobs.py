@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.gpu_owners import GpuOwners
+from opsd.collectors.lib.gpu_owners import GpuJobs, GpuOwners
 from opsd.collectors.lib.rank_series import JOB_INFO
 from opsd.settings.sections import CollectorSettings
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
-from opsd.collectors.lib.gpu_jobs import has_instances
+from opsd.collectors.lib.gpu_owners import has_instances
 from opsd.collectors.slurm import NodeRecord, SlurmReport
 from opsd.config import Settings
 from opsd.slurm import gres_devices

@@ -14,11 +14,10 @@ from opsd.commands.options import Group, Seconds, option
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
 from opsd.files import read_settings
-from opsd.slurm.check import Fact, Report
+from opsd.slurm.check import Asked, Fact, Report, facts, of_job, of_script
 from opsd.slurm.check import check as find_out
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Slurm, SlurmError
-from opsd.slurm.promises import Asked, facts, of_job, of_script
 from opsd.words import reason
 
 MARKS = {True: "ok ", False: "no ", None: "   "}

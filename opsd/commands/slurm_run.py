@@ -26,9 +26,9 @@ from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch, Steps, srun, step_environment
+from opsd.slurm.check import HETEROGENEOUS, broken, of_job
 from opsd.slurm.connect import choose, known_jobs
 from opsd.slurm.port import JobDetails, SlurmError
-from opsd.slurm.promises import HETEROGENEOUS, broken, of_job
 from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
 

@@ -12,7 +12,7 @@ import pwd
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from opsd.collectors.lib.gpu_jobs import ENVIRONMENT_BYTES
+from opsd.collectors.lib.gpu_owners import ENVIRONMENT_BYTES
 from opsd.collectors.lib.rights import Rights, read_small
 from opsd.control import ControlError, ask_launcher
 from opsd.inodes import open_folder

@@ -13,10 +13,9 @@ from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
 from opsd.collectors import host
 from opsd.collectors.base import Event, GpuFact, Metric, NoData, Reading, Sample
-from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
+from opsd.collectors.infiniband import ACTIVE, ERRORS, FLAPS, RATE, STATE, LinkHistory, PortReading
 from opsd.collectors.kmsg import KmsgCollector
 from opsd.collectors.lib import rank_series
-from opsd.collectors.lib.ib_link import ACTIVE, LinkHistory, PortReading
 from opsd.collectors.lib.nvml import series as nvml
 from opsd.config import Settings
 from opsd.scenarios import healthy

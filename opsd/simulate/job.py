@@ -10,8 +10,7 @@ from typing import Final
 
 from opsd.launch.io.loop import Callback
 from opsd.simulate.account import Account
-from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.cluster import Cluster
+from opsd.simulate.cluster import Cluster, VirtualLoop
 from opsd.simulate.faults import SimulatedFault
 from opsd.slurm.requeue import UNFIT_S
 

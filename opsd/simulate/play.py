@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from opsd.settings.policy import PolicySettings
 from opsd.simulate.account import Account, Bucket
-from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.cluster import NO_TOPOLOGY, Cluster
+from opsd.simulate.cluster import NO_TOPOLOGY, Cluster, VirtualLoop
 from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, SimulatedFault, level_at
 from opsd.simulate.job import KEEP, STEP_S, Job, Policy, Times, World
 from opsd.simulate.supervised import SupervisedJob

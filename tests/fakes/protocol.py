@@ -41,7 +41,7 @@ from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Progress
 from opsd.launch.run.nodes import RunShape, usable
-from opsd.simulate.clock import VirtualLoop
+from opsd.simulate.cluster import VirtualLoop
 from opsd.simulate.supervised import SimulatedLog
 
 STORE_S = 0.003

@@ -153,7 +153,9 @@ def test_a_check_that_is_ended_removes_what_it_made(tmp_path: Path):
     """Storage tests and drills make gigabytes; neither a deadline nor Ctrl-C may leave them on the disk."""
     folder = tmp_path / "scratch"
     folder.mkdir()
-    report = report_of(tmp_path, fake.LEAVES_FILES, context={"local_dir": str(folder)}, grace_s=1.0)
+    report = report_of(
+        tmp_path, fake.LEAVES_FILES, context={"settings": PreflightSettings(local_dir=str(folder))}, grace_s=1.0
+    )
     assert "did not finish within" in report.results[0].reason
     assert [*folder.iterdir()] == []
 
@@ -167,7 +169,7 @@ def test_a_check_that_needs_gpus_does_not_apply_where_there_are_none(tmp_path: P
 
 def test_a_node_that_must_have_gpus_and_shows_none_fails(tmp_path: Path):
     """Green because the driver is gone is what this must never be."""
-    report = report_of(tmp_path, fake.NEEDS_GPU, context={"gpus": 8})
+    report = report_of(tmp_path, fake.NEEDS_GPU, context={"settings": PreflightSettings(gpus=8)})
     assert (report.results[0].verdict, report.word) == (Verdict.FAIL, "unfit")
     assert "must have 8 GPUs" in report.results[0].reason
 

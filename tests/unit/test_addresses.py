@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from opsd.launch.io.addresses import FRESH_S, RETRY_S, AddressBook
-from opsd.simulate.clock import VirtualLoop
+from opsd.simulate.cluster import VirtualLoop
 
 
 class Names:

@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.infiniband import FILES, METRICS, InfinibandCollector, InfinibandSettings, parse_rate, parse_state
-from opsd.collectors.lib.ib_link import ACTIVE, LinkHistory, PortReading
+from opsd.collectors.infiniband import (
+    ACTIVE,
+    FILES,
+    METRICS,
+    InfinibandCollector,
+    InfinibandSettings,
+    LinkHistory,
+    PortReading,
+    parse_rate,
+    parse_state,
+)
 from tests.fakes.clock import FakeClock
 from tests.fakes.tree import write_tree
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd.launch.ranks.failure import RankError, missing_module
-from opsd.launch.ranks.interpreters import python_with
+from opsd.launch.ranks.settings import python_with
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.jobs import JobsCollector
-from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.gpu_owners import RENEW_S, GpuOwners
+from opsd.collectors.lib.gpu_owners import RENEW_S, GpuJobs, GpuOwners
 from tests.fakes.clock import FakeClock
 
 ADA, BOB = 1001, 1002

@@ -9,8 +9,7 @@ import pytest
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.jobs import JobsCollector
-from opsd.collectors.lib.gpu_jobs import GpuJobs, MigDevices, has_instances
-from opsd.collectors.lib.gpu_owners import GpuOwners
+from opsd.collectors.lib.gpu_owners import GpuJobs, GpuOwners, MigDevices, has_instances
 from opsd.collectors.slurm import SlurmCollector
 from opsd.slurm import gres_devices
 from opsd.slurm.port import Job, Node, SlurmDenied, SlurmError, SlurmRejected

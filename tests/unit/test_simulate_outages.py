@@ -9,8 +9,7 @@ import pytest
 
 from opsd.settings.policy import PolicySettings
 from opsd.simulate.account import Account
-from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.cluster import Cluster
+from opsd.simulate.cluster import Cluster, VirtualLoop
 from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, ClusterEffect, Effect, FaultsError, SimulatedFault
 from opsd.simulate.job import NAMES, Times, policy
 from opsd.simulate.play import Play, Played, Setup

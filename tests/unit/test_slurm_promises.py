@@ -12,9 +12,9 @@ import pytest
 
 from opsd import exitcodes
 from opsd.commands.checkout import ROOT
+from opsd.slurm.check import Asked, broken, facts, of_job, of_script
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import JobDetails
-from opsd.slurm.promises import Asked, broken, facts, of_job, of_script
 from opsd.slurm.sbatch_script import read_script
 from tests.fakes.slurm import RELEASES, SEPARATOR, RecordedRunner
 

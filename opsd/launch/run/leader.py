@@ -46,8 +46,7 @@ from opsd.launch.ranks.failure import (
     explain,
     missing_module,
 )
-from opsd.launch.ranks.interpreters import python_with
-from opsd.launch.ranks.settings import gpu_count
+from opsd.launch.ranks.settings import gpu_count, python_with
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
 from opsd.launch.run.messages import CODEC, Stop, ToLeader

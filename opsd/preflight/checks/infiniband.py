@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import mode
 from typing import Final
 
-from opsd.collectors.infiniband import chosen, read_port
-from opsd.collectors.lib.ib_link import ACTIVE, PortReading
+from opsd.collectors.infiniband import ACTIVE, PortReading, chosen, read_port
 from opsd.preflight.base import (
     Bounds,
     Check,

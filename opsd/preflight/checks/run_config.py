@@ -26,7 +26,7 @@ from opsd.preflight.base import (
     quantity,
 )
 from opsd.preflight.training import STALL_S, RunPlan, config_of, plan_of
-from opsd.slurm.promises import of_script
+from opsd.slurm.check import of_script
 from opsd.slurm.sbatch_script import seconds_of
 
 if TYPE_CHECKING:

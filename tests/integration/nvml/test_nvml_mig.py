@@ -14,8 +14,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.window import Window
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.jobs import JobsCollector
-from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.gpu_owners import GpuOwners
+from opsd.collectors.lib.gpu_owners import GpuJobs, GpuOwners
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Finding
 from opsd.simulated.gpus import SimulatedGpus

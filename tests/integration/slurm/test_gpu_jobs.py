@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.collectors import NodeWatch
-from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.gpu_owners import GpuOwners
+from opsd.collectors.lib.gpu_owners import GpuJobs, GpuOwners
 from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
