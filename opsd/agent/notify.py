@@ -186,7 +186,7 @@ class Annotator(Background):
         except (OSError, UnicodeDecodeError) as error:
             raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
         try:
-            from opsd.notify.receiver import send_json  # megabytes that only an agent with annotations needs
+            from opsd.notify.outgoing import send_json  # megabytes that only an agent with annotations needs
 
             secret = {"Authorization": f"Bearer {token}"}
             status, content = send_json(method, f"{self._url}/api/annotations{path}", body, TIMEOUT_S, secret)

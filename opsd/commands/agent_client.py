@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 import click
 
 from opsd.agent.web.access import client_certificate, has_tls
-from opsd.agent.web.connection import problem_of
+from opsd.agent.web.tls import problem_of
 from opsd.collectors.lib.listener import UntrustedError, connect
 from opsd.commands.options import BadConfig, load, option, options
 from opsd.commands.output import fail

@@ -52,7 +52,7 @@ def push(url: str, token_file: Path | None, dry_run: bool) -> None:
     """
     token = _token(token_file)
     builder()
-    from opsd.dashboards.build import Grafana, PushError
+    from opsd.dashboards.push import Grafana, PushError
 
     try:
         for pushed in Grafana(url, token).push(dry_run=dry_run):

@@ -10,7 +10,8 @@ import pytest
 
 from opsd.agent.web.access import load
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.fleet import Asker, Fleet, JobNodes
+from opsd.agent.web.asker import Asker
+from opsd.agent.web.fleet import Fleet, JobNodes
 from opsd.agent.web.server import Server
 from opsd.runbooks.base import Severity
 from opsd.settings.sections import AgentSettings

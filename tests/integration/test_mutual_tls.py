@@ -19,7 +19,7 @@ pytest.importorskip("bcrypt")
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.access import WebConfigError, load
 from opsd.agent.web.app import App
-from opsd.agent.web.fleet import Asker
+from opsd.agent.web.asker import Asker
 from opsd.agent.web.server import Server
 from opsd.settings.sections import AgentSettings
 from tests.fakes.agent import SILENT

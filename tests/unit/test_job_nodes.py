@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.web.fleet import FRESH_S, MAX_NODES, Answer, Asker, JobNodes, NodeOfJob, PeerError, connect
+from opsd.agent.web.asker import Asker
+from opsd.agent.web.fleet import FRESH_S, MAX_NODES, Answer, JobNodes, NodeOfJob, PeerError, connect
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
 from opsd.settings.sections import AgentSettings

@@ -18,7 +18,7 @@ from opsd.agent.actions import ActionError
 from opsd.agent.incidents import Transition
 from opsd.agent.logs import Log
 from opsd.agent.notify import MAX_WAITING, Announcer, Notifications
-from opsd.notify.receiver import send_json
+from opsd.notify.outgoing import send_json
 from opsd.runbooks.base import Severity, State
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually

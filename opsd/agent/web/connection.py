@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import selectors
 import socket
-import ssl
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -142,42 +140,3 @@ def _date(at: time.struct_time) -> str:
     """As in RFC 9110, 5.6.7. (email.utils takes half a megabyte for it.)"""
     day, month = _DAYS[at.tm_wday], _MONTHS[at.tm_mon - 1]
     return f"{day}, {at.tm_mday:02d} {month} {at.tm_year} {at.tm_hour:02d}:{at.tm_min:02d}:{at.tm_sec:02d} GMT"
-
-
-_ALERT = re.compile(r"(?:TLSV1|TLSV13|SSLV3)_ALERT_(\w+)")
-
-
-class TlsConnection(Connection):
-    """A connection whose handshake is done on the way."""
-
-    try_read_again = (BlockingIOError, ssl.SSLWantReadError)
-    try_write_again = (BlockingIOError, ssl.SSLWantWriteError)
-    want_read = (ssl.SSLWantReadError,)
-    want_write = (ssl.SSLWantWriteError,)
-    malformed = (ssl.SSLError,)
-
-    def __init__(self, raw: socket.socket, peer: str, context: ssl.SSLContext, now: float) -> None:
-        super().__init__(raw, peer, now)
-        self._tls = self.socket = context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-
-    def handshake(self) -> None:
-        """Go on with the handshake. Raises UncertifiedError."""
-        try:
-            self._tls.do_handshake()
-        except ssl.SSLError as error:
-            if isinstance(error, ssl.SSLCertVerificationError) or error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-                raise UncertifiedError from error
-            raise
-
-
-def problem_of(error: ssl.SSLError) -> str:
-    """What a client's ``error`` says about the server, as the rest of a sentence."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"has a certificate that is not accepted: {error.verify_message.rstrip('.')}"
-    reason = error.reason or str(error)
-    if alert := _ALERT.fullmatch(reason):
-        said = alert[1].lower().replace("_", " ")
-        if said in ("certificate required", "handshake failure"):
-            return f"asks for a client certificate ({said})"
-        return f"does not accept the client's certificate: {said}"
-    return f"does not speak TLS as expected: {reason.lower().replace('_', ' ')}"

@@ -165,7 +165,7 @@ class Server:
     def _connection(self, raw: socket.socket, peer: str) -> Connection:
         if self.web.context is None:
             return Connection(raw, peer, time.monotonic())
-        from opsd.agent.web.connection import TlsConnection
+        from opsd.agent.web.tls import TlsConnection
 
         return TlsConnection(raw, peer, self.web.context, time.monotonic())
 
