@@ -18,7 +18,8 @@ from pydantic import BaseModel
 
 from opsd.agent.web.api import PROBLEM, Record
 from opsd.agent.web.app import API, JSON, OPENAPI, Route
-from opsd.checkpoints.manifest import CHECKSUM, FORMAT, Manifest
+from opsd.checkpoints.manifest import FORMAT, Manifest
+from opsd.checkpoints.sealed import CHECKSUM
 from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of
 from opsd.ledger.ledger import BUCKETS, LedgerDocument
 from opsd.rundir import RunState

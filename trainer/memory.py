@@ -19,7 +19,8 @@ from typing import get_origin, get_type_hints
 
 import xxhash
 
-from opsd.checkpoints.manifest import Damaged, FileEntry, Manifest, parse, read_regular
+from opsd.checkpoints.manifest import FileEntry, Manifest
+from opsd.checkpoints.sealed import Damaged, parse, read_regular
 
 TIER, PARTNER = "memory", "partner"
 """The place of a state: the memory of its rank's node, or of another node."""

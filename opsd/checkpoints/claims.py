@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opsd.checkpoints.manifest import CHECKSUM, Damaged, parse, read_regular, seal, unseal
+from opsd.checkpoints.sealed import CHECKSUM, Damaged, parse, read_regular, seal, unseal
 from opsd.durable import FORGOTTEN_S, NO_LINKS, Link, linked, make_folder, sync_folder, write
 
 CONTENT = "claim.json"

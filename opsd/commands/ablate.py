@@ -30,9 +30,10 @@ from opsd.ablate.cells import (
 from opsd.ablate.cost import cost_line
 from opsd.ablate.study import BASELINE, Study, StudyError, read_study
 from opsd.collectors.lib.processes import start_time
-from opsd.commands.options import Finite, Group, exit_codes, load, option, options
+from opsd.commands.options import Finite, Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
 from opsd.commands.plan import Known, figures_of
+from opsd.commands.settings import load
 from opsd.launch.ranks.settings import gpu_count
 from opsd.plan.hardware import GPUS
 from opsd.slurm.connect import choose

@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 
 from opsd import config, exitcodes
-from opsd.commands.options import config_options, exit_codes, load, option
+from opsd.commands.options import config_options, exit_codes, option
+from opsd.commands.settings import load
 from opsd.config import Settings
 
 STOP_WITHIN_S = 1.5

@@ -20,8 +20,9 @@ import click
 from opsd.agent.web.access import client_certificate, has_tls
 from opsd.agent.web.tls import problem_of
 from opsd.collectors.lib.listener import UntrustedError, connect
-from opsd.commands.options import BadConfig, load, option, options
+from opsd.commands.options import option, options
 from opsd.commands.output import fail
+from opsd.commands.settings import BadConfig, load
 from opsd.settings.sections import AgentSettings
 from opsd.words import reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opsd.commands.options import BadConfig
+from opsd.commands.settings import BadConfig
 
 ROOT = Path(__file__).parents[2]
 

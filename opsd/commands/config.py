@@ -17,8 +17,9 @@ import click
 from opsd import config as settings
 from opsd import durable, exitcodes
 from opsd.commands.agent_client import Agent, with_agent
-from opsd.commands.options import BadConfig, Group, config_options, load, option
+from opsd.commands.options import Group, config_options, option
 from opsd.commands.output import fail
+from opsd.commands.settings import BadConfig, load
 from opsd.files import SYSTEM_FILE
 from opsd.notify.receiver import NotifyError, read_receivers
 from opsd.words import of_file, reason

@@ -12,7 +12,8 @@ import click
 
 from opsd import exitcodes, pip_install
 from opsd.commands import checkout
-from opsd.commands.options import BadConfig, Group, option
+from opsd.commands.options import Group, option
+from opsd.commands.settings import BadConfig
 
 
 @click.group(cls=Group)

@@ -21,8 +21,9 @@ from opsd.collectors.lib.nccl.desync import evidence, judge
 from opsd.collectors.lib.nccl.flight_recorder import DumpError, read_dumps
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
-from opsd.commands.options import load, option
+from opsd.commands.options import option
 from opsd.commands.output import fail, output_console, printable
+from opsd.commands.settings import load
 from opsd.runbooks.lib.losses import NOTHING
 from opsd.stragglers.judge import LEAST_STEPS
 from opsd.stragglers.judge import judge as judge_steps

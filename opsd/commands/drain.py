@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from opsd.commands.node_service import Sentences, node_options, node_service, write_evidence
-from opsd.commands.options import exit_codes, load, option
+from opsd.commands.options import exit_codes, option
+from opsd.commands.settings import load
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import BadConfig, config_options, exit_codes, load, option
+from opsd.commands.options import config_options, exit_codes, option
 from opsd.commands.output import fail
+from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.repair import evidence as archive
 from opsd.repair.local import sources_of

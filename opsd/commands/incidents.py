@@ -15,8 +15,9 @@ import click
 from opsd.agent.lifecycle import PATIENCE_S, SOCKET, WRITE_S
 from opsd.agent.web.api import outcome
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.options import Group, Span, exit_codes, load, option
+from opsd.commands.options import Group, Span, exit_codes, option
 from opsd.commands.output import fail, output_console, plain_table, printable
+from opsd.commands.settings import load
 from opsd.control import ControlError, ask
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock

@@ -16,8 +16,9 @@ import click
 
 from opsd import exitcodes, lemons
 from opsd.commands.node_service import names_of
-from opsd.commands.options import BadConfig, Finite, Group, exit_codes, option
+from opsd.commands.options import Finite, Group, exit_codes, option
 from opsd.commands.output import fail, output_console, plain_table, warn, written
+from opsd.commands.settings import BadConfig
 from opsd.lemons import DAY_S, LEAST_NODES, Judgement, Lift, NodeFailure
 from opsd.slurm import fabric, job_faults, leaf_paths, node_comment
 from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free

@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from opsd import config
 from opsd.rundir import default_root
 
 EXIT_CODES: Final = "Exit codes:"
@@ -164,19 +163,3 @@ class Span(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no argum
         if found is None or (seconds := float(found[1]) * self._UNITS[found[2]]) <= 0:
             self.fail(f"{value!r} is no time such as 30m, 4h or 2d.", param, ctx)
         return seconds
-
-
-class BadConfig(click.ClickException):
-    """A configuration error, shown as one sentence; ``opsd`` exits with ``exitcodes.USAGE``."""
-
-    def show(self, file: object = None) -> None:
-        """Print the sentence without click's usage text."""
-        click.echo(f"opsd: {self.message}", err=True)
-
-
-def load(path: Path | None, overrides: tuple[str, ...] = ()) -> config.Settings:
-    """Settings for a command. Raises BadConfig."""
-    try:
-        return config.load(path, overrides)
-    except config.ConfigError as error:
-        raise BadConfig(str(error)) from error

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, exit_codes, load, option
+from opsd.commands.options import Finite, exit_codes, option
 from opsd.commands.output import fail, written
+from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.files import write_text
 from opsd.ledger.records import PLAN

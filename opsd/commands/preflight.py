@@ -22,18 +22,17 @@ from opsd.collectors.kmsg import KmsgSettings
 from opsd.collectors.nvml import NvmlSettings
 from opsd.collectors.repairs import FOLDER, gpus_renewed_at
 from opsd.commands.options import (
-    BadConfig,
     Finite,
     SectionedGroup,
     config_options,
     exit_codes,
-    load,
     option,
     report_options,
     report_targets,
 )
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_network import exit_code, network, node_drill
+from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES, Context, Demand
@@ -44,8 +43,8 @@ from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import Deviation, FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError, render
 from opsd.preflight.report import Report, ReportError
+from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseError
-from opsd.repair.faults import order_for_refused_job, ordering
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError

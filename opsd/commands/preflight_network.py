@@ -16,8 +16,9 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.options import BadConfig, Seconds, exit_codes, option, report_options, report_targets
+from opsd.commands.options import Seconds, exit_codes, option, report_options, report_targets
 from opsd.commands.output import warn
+from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.dependents import Dependents
 from opsd.preflight import drill, view

@@ -16,8 +16,9 @@ import click
 from opsd import exitcodes
 from opsd.collectors.ranks import RanksSettings
 from opsd.commands.evidence import check_here
-from opsd.commands.options import config_options, exit_codes, load, option
+from opsd.commands.options import config_options, exit_codes, option
 from opsd.commands.output import fail
+from opsd.commands.settings import load
 from opsd.commands.undrain import proofs
 from opsd.config import Settings
 from opsd.notify.receiver import NotifyError, send_to_all

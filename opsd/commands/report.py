@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import load, option
+from opsd.commands.options import option
 from opsd.commands.output import fail, written
+from opsd.commands.settings import load
 from opsd.ledger.records import EVENTS
 from opsd.report.page import report_page
 from opsd.report.run import PAGE, NoReport, Price, RunReport, read_run

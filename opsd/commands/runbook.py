@@ -9,8 +9,9 @@ import click
 from rich.console import Console
 from rich.markdown import Markdown
 
-from opsd.commands.options import BadConfig, Group, option
+from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table
+from opsd.commands.settings import BadConfig
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.lib.guides import guides, markdown
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, Group, config_options, exit_codes, load, option
+from opsd.commands.options import Finite, Group, config_options, exit_codes, option
 from opsd.commands.output import fail
+from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError

@@ -13,8 +13,9 @@ import click
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.options import Seconds, config_options, exit_codes, load, option
+from opsd.commands.options import Seconds, config_options, exit_codes, option
 from opsd.commands.output import warn
+from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 from opsd.slurm import topology_source
 from opsd.slurm.connect import choose

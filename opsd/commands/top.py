@@ -29,9 +29,9 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
+from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.options import Seconds, option
 from opsd.commands.output import fail, output_console, plain_table, printable, rank_table
-from opsd.commands.status import gpu_state, heat_style
 from opsd.words import count, duration
 
 Record = Mapping[str, Any]

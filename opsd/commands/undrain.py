@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from opsd.commands.node_service import Sentences, node_options, node_service, write_evidence
-from opsd.commands.options import BadConfig, exit_codes, load, option
+from opsd.commands.options import exit_codes, option
+from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import HISTORY

@@ -8,7 +8,8 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from opsd.checkpoints import manifest
-from opsd.checkpoints.manifest import MANIFEST, FileEntry, Manifest, seal
+from opsd.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from opsd.checkpoints.sealed import seal
 from opsd.commands.checkpoint import checkpoint
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from hypothesis import strategies as st
 
 from opsd.checkpoints import manifest
-from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, seal
+from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest
+from opsd.checkpoints.sealed import seal
 from tests.fakes.fuzzing import AMOUNTS, changed, encoded, fuzz, json_values, objects
 
 FILES = (FileEntry("rank-0000.0a1b.safetensors", 7, "xxh3_128:" + "0" * 32), FileEntry("x", 0, "xxh3_128:" + "f" * 32))

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from trainer_world import Run
 
-from opsd.checkpoints.manifest import CHECKSUM, MANIFEST, checksum, folder_of, read, seal
+from opsd.checkpoints.manifest import MANIFEST, checksum, folder_of, read
+from opsd.checkpoints.sealed import CHECKSUM, seal
 from opsd.commands.checkpoint import checkpoint
 from opsd.trainer.config import load as load_config
 from opsd.trainer.huggingface import export

@@ -16,7 +16,8 @@ from test_trainer_faults import kill_and_resume
 from test_trainer_layouts import LAYOUTS, SHAPE, assert_same_curve, start, weights
 from trainer_world import Run
 
-from opsd.checkpoints.manifest import CHECKSUM, MANIFEST, folder_of, read, seal
+from opsd.checkpoints.manifest import MANIFEST, folder_of, read
+from opsd.checkpoints.sealed import CHECKSUM, seal
 from opsd.trainer.config import Config
 from opsd.trainer.config import load as load_config
 from opsd.trainer.counts import flops_per_token

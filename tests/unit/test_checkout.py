@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd.commands.checkout import ROOT, folder
-from opsd.commands.options import BadConfig
+from opsd.commands.settings import BadConfig
 
 
 def test_files_go_into_the_checkout_or_where_the_user_says(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.checkpoints import manifest, remote
-from opsd.checkpoints.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, Unreadable, folder_of, seal
+from opsd.checkpoints.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, Unreadable, folder_of
 from opsd.checkpoints.retention import PRUNED, prune
+from opsd.checkpoints.sealed import seal
 from tests.fakes.checkpoints import make, run
 
 BAD, GOOD = 30, (10, 20)

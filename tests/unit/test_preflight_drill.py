@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 pytest.importorskip("numpy")
 
-from opsd.commands.options import BadConfig
 from opsd.commands.preflight import preflight
+from opsd.commands.settings import BadConfig
 from opsd.preflight.base import Context, Interrupted, Outcome, Verdict
 from opsd.preflight.drill import VICTIM, Drill, lead, take_part
 from opsd.trainer.config import load

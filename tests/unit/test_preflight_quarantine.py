@@ -11,8 +11,8 @@ from opsd.config import load
 from opsd.preflight.base import Verdict
 from opsd.preflight.command import act
 from opsd.preflight.report import Report, Result
+from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseFile
-from opsd.repair.faults import order_for_refused_job, ordering
 from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment
 from opsd.slurm.deferred import SlurmDrainer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.commands.nodes import nodes
-from opsd.commands.options import BadConfig
+from opsd.commands.settings import BadConfig
 from opsd.slurm.fabric import parse, tree
 from opsd.slurm.topology import Topology, TopologyError, text
 from opsd.slurm.topology import parse as parse_conf

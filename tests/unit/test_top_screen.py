@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from opsd.commands.status import gpu_state
+from opsd.commands.gpu_state import gpu_state
 from opsd.commands.top import Curves, View, screen, sparkline
 
 
