@@ -194,7 +194,7 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
     if notify.receiver:
-        told.append(Announcer(notifier, node, log, muted=settings.policy.muted, mode_of=settings.policy.mode_of))
+        told.append(Announcer(notifier, node, log, settings.policy))
     if notify.grafana_url:
         told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
     return told

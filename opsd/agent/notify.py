@@ -17,6 +17,7 @@ from opsd.agent.logs import Log
 from opsd.files import read_settings
 from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.runbooks.base import Incident, State
+from opsd.settings.policy import PolicySettings
 from opsd.threads import FairQueue
 
 MAX_WAITING = 100
@@ -79,22 +80,11 @@ class Background:
 
 
 class Announcer(Background):
-    """Notifies about incidents that open, escalate or end.
+    """Notifies about incidents that open, escalate or end, unless the policy mutes them."""
 
-    ``muted`` returns why a kind is silenced at an epoch second, "" if it is not.
-    """
-
-    def __init__(
-        self,
-        notify: Notifier,
-        node: str,
-        log: Log,
-        *,
-        muted: Callable[[str, float], str] = lambda _kind, _wall: "",
-        mode_of: Callable[[str], str] = lambda _kind: "observe",
-    ) -> None:
+    def __init__(self, notify: Notifier, node: str, log: Log, policy: PolicySettings | None = None) -> None:
         super().__init__("announcement", THREADS, log)
-        self._notify, self._node, self._muted, self._mode_of = notify, node, muted, mode_of
+        self._notify, self._node, self._policy = notify, node, policy or PolicySettings()
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue a notification about ``transition`` of ``incident`` if it is relevant.
@@ -108,7 +98,7 @@ class Announcer(Background):
             return
         if holder(incident) is not None and not over:
             return
-        if self._muted(incident.kind, transition.at):
+        if self._policy.muted(incident.kind, transition.at):
             return
         told = transition.before is None or over or again or transition.worse or transition.after is State.ESCALATED
         if not told:
@@ -117,7 +107,7 @@ class Announcer(Background):
         if over and transition.after is State.ESCALATED:
             state = "over"
         text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
-        shown = brief(incident, self._mode_of(incident.kind), self._node)
+        shown = brief(incident, self._policy.mode_of(incident.kind), self._node)
         if again and transition.text:
             text = f"{text}; {transition.text}"
         if not over:
