@@ -80,7 +80,7 @@ def chat(
         names = told_apart([each.name for each in speakers], folders)
         speakers = [replace(each, name=name) for each, name in zip(speakers, names, strict=True)]
         set_seed(seed)
-        return _talk(speakers, system, place, max_new_tokens, temperature)
+        return _talk(speakers, _readable(system), place, max_new_tokens, temperature)
     except SpeakerError as error:
         raise click.UsageError(str(error)) from error
 
@@ -137,6 +137,11 @@ def _say(text: str) -> None:
     click.echo(text, nl=False)
 
 
+def _readable(text: str) -> str:
+    """``text`` with a question mark for each byte that is not UTF-8, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
 def _lines() -> Iterator[str]:
     """Questions from the terminal or from a file, without empty ones."""
     asks = sys.stdin.isatty()
@@ -144,7 +149,7 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401  # input() edits lines with it
     while True:
         try:
-            line = input("> " if asks else "").strip()
+            line = _readable(input("> " if asks else "").strip())
         except (EOFError, KeyboardInterrupt):
             if asks:
                 click.echo()

@@ -66,6 +66,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                     rows.append(row)
     except OSError as error:
         raise DumpError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DumpError(f"{path} is no text in UTF-8") from error
     except ValueError as error:
         raise DumpError(f"{path}:{number} is no JSON object: {error}") from error
     return rows

@@ -88,7 +88,13 @@ def test_evaluation_rows_that_are_trained(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.pt", b"no batch"), ("a.safetensors", b"no batch"), ("a.pt", b""), ("rows.jsonl", b'{"messages": [\n')],
+    [
+        ("a.pt", b"no batch"),
+        ("a.safetensors", b"no batch"),
+        ("a.pt", b""),
+        ("rows.jsonl", b'{"messages": [\n'),
+        ("rows.jsonl", b"\xff\n"),
+    ],
 )
 def test_files_that_are_none(folder: Path, name: str, content: bytes) -> None:
     """One sentence that names the file, and code 2."""

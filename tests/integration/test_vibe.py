@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -241,6 +242,20 @@ def test_a_model_with_few_positions(tmp_path: Path) -> None:
     found = measure(Speaker.load(tmp_path / "base"), [each for row in rows(3, 12) if (each := Example.of(row, 0))])
     assert "it has no chat template and continues texts" in found.problems
     assert found.gain is not None
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_question_that_is_no_utf_8(tmp_path: Path, template: str | None) -> None:
+    """The bytes of another encoding are question marks, for a tokenizer refuses what Python makes of them."""
+    for part in (tiny_llama(), byte_tokenizer(template)):
+        part.save_pretrained(tmp_path / "tiny")
+    words = ["chat", str(tmp_path / "tiny"), "--max-new-tokens", "2", "--transcript", str(tmp_path / "kept")]
+    script = [sys.executable, "-m", "opsd", *words, "--system", os.fsdecode(b"\xff")]
+    environment = os.environ | {"PYTHONUTF8": "1"}
+    said = subprocess.run(script, input=b"caf\xe9?\n", env=environment, capture_output=True, timeout=200, check=False)
+    assert said.returncode == 0, said.stderr
+    (line,) = (json.loads(line) for line in (tmp_path / "kept").read_text().splitlines())
+    assert (line["system"], line["user"], len(line["answers"])) == ("?", "caf??", 1)
 
 
 def test_a_template_that_writes_nothing() -> None:
