@@ -88,16 +88,36 @@ def demand_inputs(stage: Stage, known: Known, allow_copies: bool) -> None:
         if place in own:
             extra = [name for name in files if Path(place, name) not in known]
             problems += [f"{Path(place, name)} was written by no task of this run" for name in sorted(extra)]
-        elif not allow_copies and any(_place(reader) == place for reader in stage.readers):
-            problems += doubled(place, files)
+        elif readers := [reader for reader in stage.readers if _place(reader) == place and "://" not in place]:
+            problems += [why for reader in readers for why in _unreadable(reader, place, files)]
+            problems += [] if problems or allow_copies else doubled(place, files)
         if problems:
             told = "; ".join(shortened(problems))
             raise PipelineError(f"stage {stage.number} cannot read {place}: {told}. {_remedy(problems)}")
 
 
+def _unreadable(reader: Any, place: str, files: Listing) -> Iterator[str]:
+    """What a reader would take for a file and is none. Raises PipelineError if there is nothing at all."""
+    if reader.paths_file:
+        return
+    found = _listed(reader) if Path(place).is_dir() else []
+    if not found:
+        only = f" that matches {reader.glob_pattern}" if reader.glob_pattern else ""
+        raise PipelineError(f"there is no file{only} in {place}")
+    kinds = "not a file, but a pipe, or a link to a folder or to nothing"
+    yield from (f"{place}/{name} is {kinds}" for name in sorted(set(found) - files.keys()))
+
+
+def _listed(reader: Any) -> list[str]:
+    """The files that a reader shares out among the tasks."""
+    return list(reader.data_folder.list_files(recursive=reader.recursive, glob_pattern=reader.glob_pattern))
+
+
 def _remedy(problems: Sequence[str]) -> str:
     if any(" has the content of " in why for why in problems):
         return "Remove what is doubled, or pass --allow-copies if it is meant"
+    if any(" is not a file" in why for why in problems):
+        return "Remove what is no file; for a folder elsewhere, use a reader of its own"
     return "Remove what was added; with --redo the tasks of files that are missing or damaged run again"
 
 
@@ -189,7 +209,7 @@ def _unread(
         place = _place(reader)
         if "://" in place or reader.paths_file or reader.limit != -1:
             continue
-        wanted = set(reader.data_folder.list_files(recursive=reader.recursive, glob_pattern=reader.glob_pattern))
+        wanted = set(_listed(reader))
         known = before[place]
         times = Counter(name for done in records for name in done.reads.get(place, ()))
         yield from (f"no task has read {place}/{name}" for name in sorted(wanted) if not times[name])

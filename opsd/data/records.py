@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -270,8 +271,10 @@ def listing(place: str) -> Listing:
     for top, _, names in os.walk(place, onerror=_refuse):
         for name in names:
             path = os.path.join(top, name)  # noqa: PTH118  # a hundred thousand of them
-            about = os.stat(path)  # noqa: PTH116
-            found[os.path.relpath(path, place)] = (about.st_size, str(about.st_mtime_ns))
+            with suppress(FileNotFoundError):  # a link to nothing, or removed a moment ago
+                about = os.stat(path)  # noqa: PTH116
+                if stat.S_ISREG(about.st_mode):
+                    found[os.path.relpath(path, place)] = (about.st_size, str(about.st_mtime_ns))
     return found
 
 

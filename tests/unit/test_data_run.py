@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -322,6 +324,39 @@ def test_an_input_that_goes_before_it_is_read_is_missed(tmp_path: Path) -> None:
     gone = tmp_path / "raw/004.jsonl"
     with pytest.raises(PipelineError, match=r"004\.jsonl was removed before it was read"):
         run_here(make_pipeline(tmp_path), Here(lambda _: gone.unlink(missing_ok=True)))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda raw: os.mkfifo(raw / "pipe.jsonl"), r"raw/pipe\.jsonl is not a file, but a pipe"),
+        (lambda raw: (raw / "more").symlink_to(raw.parent / "elsewhere"), "raw/more is not a file"),
+        (lambda raw: (raw / "gone.jsonl").symlink_to("nowhere"), r"raw/gone\.jsonl is not a file"),
+        (shutil.rmtree, "there is no file in"),
+        (lambda raw: [path.unlink() for path in raw.iterdir()], "there is no file in"),
+    ],
+    ids=["pipe", "link to a folder", "link to nothing", "no folder", "no files"],
+)
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path: Path, make: Callable[[Path], Any], told: str) -> None:
+    """A task would wait for a pipe for ever."""
+    file, engine = make_pipeline(tmp_path), Here()
+    make_raw(tmp_path / "elsewhere")
+    make(tmp_path / "raw")
+    with pytest.raises(PipelineError, match=told):
+        run_here(file, engine)
+    assert engine.ran == []
+
+
+def test_an_interrupt_while_modules_are_imported_is_not_lost(tmp_path: Path) -> None:
+    """Some catch all exceptions, dill for instance."""
+    file = make_pipeline(tmp_path)
+    caught = (
+        "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(9)\nexcept:\n    pass\n"
+    )
+    file.write_text(caught + file.read_text())
+    with pytest.raises(KeyboardInterrupt):
+        load(file)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_input_that_changes_while_it_is_read_is_told(tmp_path: Path) -> None:
