@@ -24,7 +24,10 @@ from tests.fakes.slurm import FakeSlurm
 
 NODES = ["n1", "n2", "n3", "n4"]
 Fate = Callable[[int, int, str], str]
-"""From a task, the number of its attempt and its node to how that ends: done, failed, lost, or "" while it runs on."""
+"""From a task, the number of its attempt and its node to how that ends: done, failed, wrong, lost, or "" if it runs on.
+
+What is wrong fails with an error that lasts.
+"""
 
 
 class Queue(FakeSlurm):
@@ -83,8 +86,9 @@ class Queue(FakeSlurm):
                 self.folder.record(ranks[0]).write_text("{}")
             if end == "unbegun":
                 (self.folder.folder / f"attempts/{ranks[0]:05d}.{attempt.token}.json").unlink()
-            if end in ("done", "failed"):
-                self.folder.note(replace(attempt, outcome=end, why="so it is" if end == "failed" else ""))
+            if end in ("done", "failed", "wrong"):
+                why, error = ("", "") if end == "done" else ("so it is", "TypeError" if end == "wrong" else "")
+                self.folder.note(replace(attempt, outcome="done" if end == "done" else "failed", why=why, error=error))
                 if ranks[1:]:
                     self.start(number, name, ranks[1:], attempt.host)
 
@@ -136,6 +140,15 @@ def test_a_task_that_failed_is_tried_elsewhere(tmp_path: Path) -> None:
     assert [attempt.why for attempt in told] == ["so it is"] * 4
     hosts = [attempt.host for attempt in told]
     assert all(told["exclude"] == host for told, host in zip(queue.arrays[1:], hosts, strict=False))
+
+
+def test_the_same_error_on_two_nodes_ends_a_task(tmp_path: Path) -> None:
+    """On one of them only it does not."""
+    queue, told, folder = play(
+        tmp_path, 9, lambda rank, number, node: "wrong" if rank == 7 or (rank == 2 and number == 1) else "done"
+    )
+    assert folder.finished() == set(range(9)) - {7}
+    assert (queue.tries[7], queue.tries[2], len(told)) == (2, 2, 3)
 
 
 def test_what_was_lost_is_tried_again(tmp_path: Path) -> None:
