@@ -25,16 +25,15 @@ PIPE_S = 3.0
 _AT_ONCE = 1 << 20
 
 
-def read_settings(path: Path, *, follow: bool = True) -> bytes:
+def read_settings(path: Path) -> bytes:
     """The content of a file that a person has written, without a byte order mark.
 
-    It may also be ``/dev/null``, or a pipe (``<(…)`` of a shell). Without ``follow``, ``path`` must be no symbolic
-    link: one of a user may name a device that acts on being opened.
+    It may also be ``/dev/null``, or a pipe (``<(…)`` of a shell).
 
     Raises OSError, also for other devices, for more than a mebibyte, and for a pipe without a writer for PIPE_S. They
     would fill the memory of an agent that reloads, or stop it.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     with open(os.open(path, flags), "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if stat.S_ISDIR(status.st_mode):

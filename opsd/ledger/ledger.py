@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from opsd.ledger.records import LedgerError, Opener, open_run_file, read_records
+from opsd.ledger.records import LedgerError, read_records
 
 BUCKETS = (
     "productive",
@@ -312,9 +312,9 @@ def _ns(seconds: float) -> int:
     return round(float(seconds) * _NS)
 
 
-def read_ledger(folder: Path, opener: Opener = open_run_file) -> Ledger:
+def read_ledger(folder: Path) -> Ledger:
     """The ledger of the run in ``folder``, from its events.jsonl and metrics.jsonl, or else steps.jsonl.
 
-    ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
+    Raises LedgerError if there are no events.
     """
-    return make_ledger(*read_records(folder, opener))
+    return make_ledger(*read_records(folder))

@@ -226,9 +226,9 @@ def quoted(event: Event, source: str, *sentences: str) -> tuple[Evidence, ...]:
     return tuple(Evidence(sentence, source, event.at) for sentence in sentences if sentence)
 
 
-def log_lines(data: Mapping[str, object], count: int = 3) -> list[str]:
-    """The last lines of the rank's log that the launcher kept, oldest first."""
-    return [line.rstrip() for line in text(data, "log_tail").splitlines() if line.strip()][-count:]
+def log_lines(data: Mapping[str, object]) -> list[str]:
+    """The last three lines of the rank's log that the launcher kept, oldest first."""
+    return [line.rstrip() for line in text(data, "log_tail").splitlines() if line.strip()][-3:]
 
 
 def last_step_at(data: Mapping[str, object], fallback: float) -> float:

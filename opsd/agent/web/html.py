@@ -189,8 +189,9 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Html:
     return Html(f'<ul class="facts">{items}</ul>')
 
 
-def sparkline(values: Sequence[float], label: str, *, width: int = 72, height: int = 18) -> Html:
+def sparkline(values: Sequence[float], label: str) -> Html:
     """A sparkline of ``values``, scaled from lowest to highest; nothing for fewer than two."""
+    width, height = 72, 18
     if len(values) < 2:
         return Html("")
     low, high = min(values), max(values)

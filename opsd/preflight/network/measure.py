@@ -189,9 +189,9 @@ def permutations(n: int, count: int, random: Random) -> list[list[Pair]]:
     return rounds
 
 
-def incast(n: int, target: int = 0) -> list[list[Pair]]:
-    """All ranks send to one rank at the same time."""
-    return [[(rank, target) for rank in range(n) if rank != target]]
+def incast(n: int) -> list[list[Pair]]:
+    """All ranks send to rank 0 at the same time."""
+    return [[(rank, 0) for rank in range(1, n)]]
 
 
 def partner(rank: int, pairs: Sequence[Pair]) -> int | None:
