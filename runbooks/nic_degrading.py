@@ -89,11 +89,12 @@ def _lossy(view: View) -> Iterator[_Fault]:
 
 
 def _complaints(view: View) -> Iterator[_Fault]:
-    """Messages of the adapter's driver in the last minutes."""
+    """Messages of the adapter's driver in the last minutes, except what it says of one that has failed."""
     ports = {s.labels["pci_bus_id"]: port_of(s.labels) for s in view.select("opsd_ib_port_info")}
-    for event in view.events("nic_error", SLOW_S):
-        pci, cause = text(event.data, "pci_bus_id"), text(event.data, "cause")
-        if cause not in ELSEWHERE:
+    said = [(text(event.data, "pci_bus_id"), text(event.data, "cause")) for event in view.events("nic_error", SLOW_S)]
+    failed = {pci for pci, cause in said if cause in nic_failed.CAUSES}
+    for pci, cause in said:
+        if pci not in failed and cause not in ELSEWHERE:
             yield _Fault(ports.get(pci, (f"the adapter at {pci}", "")), f"its driver says: {cause}")
 
 
