@@ -25,7 +25,6 @@ from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.metrics import COLLECTOR_STATE
-from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors import witnesses
 from opsd.collectors.base import Event, Reading, Sample
@@ -33,6 +32,7 @@ from opsd.commands.main import main
 from opsd.demo.scene import Scene
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Action, Incident
+from opsd.settings.policy import PolicySettings
 from tests.fakes.metamorphic import BLIND_S, LATE_S, over_within
 
 AWAY_S = 2.0
@@ -138,7 +138,7 @@ def _agent(folder: Path, played: Played, tick: Tick) -> tuple[Journal, Window, I
     journal, log = Journal(folder, lambda _problem: None, boot="one"), Log(logged)
     manager = IncidentManager(
         Judge(RUNBOOKS, log, used_s=lambda: 0.0), _Executor(played.told), journal, log,
-        mode_of=lambda _kind: "act", limits=ActionLimits(cooldown_s=2.0), started_at=tick.wall,
+        policy=PolicySettings(mode="act", cooldown_s=2.0), started_at=tick.wall,
     )  # fmt: skip
     window = Window("n01", witnesses=witnesses())
     if manager.kept_window:

@@ -64,9 +64,6 @@ class Reading:
         return f"; {words}" if self.has_options else ""
 
 
-_DEFAULT = Reading(has_options=False)
-
-
 def find_files(
     sources: Iterable[Path],
     suffixes: tuple[str, ...] = SUFFIXES,
@@ -80,7 +77,7 @@ def find_files(
     else is in folders, but for hidden files. Raises DataError if there are no files, and for a link to nothing.
     """
     found: dict[tuple[int, int], Path] = {}
-    others, reading = Counter() if others is None else others, reading or _DEFAULT
+    others, reading = Counter() if others is None else others, reading or Reading(has_options=False)
 
     def take(path: Path) -> None:
         about = path.stat()
@@ -170,7 +167,7 @@ def read_texts(
     Documents that are empty or null are dropped, and in JSON unpaired surrogates. A text file is one document. Raises
     DataError for a file that cannot be read.
     """
-    reading, tally, left = reading or _DEFAULT, tally or Tally(), limit
+    reading, tally, left = reading or Reading(has_options=False), tally or Tally(), limit
     for path in files:
         tally.files += 1
         with suppress(OSError):  # told when it is opened
