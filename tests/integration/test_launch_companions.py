@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opsd.launch.run.companions import BUSY_SILENT_S, REFUSED_S, SILENT_S, Answer, Health
-from opsd.ports import ReservedPort
+from opsd.ports import free_port
 from tests.fakes.launched import TRAIN, Launched
 
 SERVER = """
@@ -45,7 +45,7 @@ Server((host, port), Handler).serve_forever()
 
 def beside(folder: Path, fault: str, *more: str, host: str = "127.0.0.1") -> tuple[str, ...]:
     (folder / "server.py").write_text(SERVER)
-    port = ReservedPort().number
+    port = free_port()
     command = f"{sys.executable} {folder}/server.py {fault} {port} {host} {folder}"
     return ("--beside", command, "--beside-health", f"http://127.0.0.1:{port}/health", *more)
 
