@@ -260,9 +260,9 @@ def _agrees(given: Mapping[str, Collection[_Place]], seen: Mapping[_Place, Colle
     """Whether the GPUs or instances ``given`` to jobs are those that jobs are ``seen`` on, and not in another order.
 
     Nothing keeps a job's processes off the GPUs of others without ConstrainDevices. A job that uses a GPU of its own
-    may use another one too, and no order gives one GPU to two jobs. A GPU tells of another order
-    if it has a job that is missing on one of its own, and none that it was given to: the order is Slurm's while more
-    GPUs have their own jobs than tell so.
+    may use another one too, and no order gives one GPU to two jobs.
+    A GPU speaks against the order if a job is on it that is missing on one of its own GPUs, and no job that it was
+    given to. The order is Slurm's while more GPUs have their own jobs than speak against it.
     """
     own = {place for place, jobs in seen.items() if any(place in given.get(job, ()) for job in jobs)}
     missing = {job for job, places in given.items() if any(job not in seen.get(place, ()) for place in places)}

@@ -1,19 +1,18 @@
 """Finds the bad node, link or switch of a cluster with few group tests: pure, it yields tests and takes answers.
 
-A group test lets every pair of a group exchange data and tells the bandwidth of the slowest pair, so it fails if the
-group contains a bad node or both ends of a bad link. Which pair was slowest cannot be trusted (a node that is late
-makes its next partners late), and a hang tells nothing at all; so the search is:
+In a group test every pair of a group exchanges data, and the slowest pair's bandwidth counts. The test fails if the
+group contains a bad node, or both ends of a bad link. Which pair was slowest cannot be trusted: a node that is late
+makes its next partners late. A hang tells nothing at all. So the search has six steps.
 
-1. screen about sqrt(N) groups, side by side, none left out and none split by a switch if that can be avoided;
-2. bisect the failing groups side by side, a single node with a known-good partner;
-3. confirm each suspect against two different known-good partners, a third one deciding;
-4. if both halves of a failing group pass, the fault lies between them: grow one half into the other to find the pair;
-5. test all that are left together: what fails only there lies between groups and is found in the same way;
-6. with the topology known, tell a link from a path between two switches, a switch's uplink, or a whole switch.
+1. Screen about sqrt(N) groups side by side. None is left out. A switch splits none, if that can be avoided.
+2. Bisect the failing groups side by side. A single node gets a known-good partner.
+3. Confirm each suspect against two other known-good partners. A third one decides.
+4. If both halves of a failing group pass, the fault lies between them. Grow one half into the other to find the pair.
+5. Test all that are left together. What fails only there lies between groups, and is found in the same way.
+6. If the topology is known, tell a link from a path between two switches, a switch's uplink and a whole switch.
 
-The method is that of NVIDIA's cluster-readiness tests, with the tournament's and DLRover's idea of trusted partners;
-thresholds are relative to what the healthy groups reach in the same run, one-sided as in Anubis.
-
+The method is that of NVIDIA's cluster-readiness tests, with trusted partners as in DLRover. Thresholds are relative to
+what the healthy groups reach in the same run. They are one-sided, as in Anubis.
 """
 
 from __future__ import annotations

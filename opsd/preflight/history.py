@@ -231,9 +231,9 @@ def newest(
 ) -> PreflightResult | None:
     """The newest preflight ``profile`` of ``node`` in ``history`` and ``reports``, None if there is none.
 
-    One that was restricted by --only or --skip, or interrupted, is left out unless it failed, and so is one that has
-    not begun yet at the epoch second ``now``, by default the clock's: it would be the newest for long. Raises
-    SelectionError for settings that leave no check, and HistoryError.
+    One that was restricted by --only or --skip, or interrupted, is left out unless it failed. So is one that begins
+    after the epoch second ``now`` (by default the clock's): it would be the newest for long. Raises SelectionError for
+    settings that leave no check, and HistoryError.
     """
     known = tuple(checks)
     runs = [run for run in history.runs(node, _SEARCHED_RUNS) if run.profile == profile]

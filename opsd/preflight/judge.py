@@ -2,12 +2,11 @@
 
 Every value is compared with up to five yardsticks, and the worst verdict counts:
 
-- an absolute limit, from the check or from the configuration;
-- its peers on the node (the other GPUs, cores, ports): median and best;
-- the fleet's median of the same measure;
-- the node's own last runs, by median and median absolute deviation, reported even above every floor;
-- for counters, the growth since the last run.
-
+- An absolute limit, from the check or from the configuration.
+- Its peers on the node (the other GPUs, cores, ports): median and best.
+- The fleet's median of the same measure.
+- The node's own last runs, by median and median absolute deviation. It is reported even above every floor.
+- For counters, the growth since the last run.
 """
 
 from __future__ import annotations

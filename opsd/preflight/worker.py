@@ -1,8 +1,7 @@
 """The process that runs one check: ``python -m opsd.preflight.worker MODULE:FUNCTION``, context as JSON on stdin.
 
-It answers with JSON lines on its original stdout: ``{"progress": [share, subject]}`` any number of times, and one
-``{"outcome": …}`` or ``{"verdict": …, "reason": …}``. Everything else that
-the check or its libraries print goes to stderr.
+It answers with JSON lines on its original stdout. Any number of them are ``{"progress": [share, subject]}``. The last
+is ``{"outcome": …}`` or ``{"verdict": …, "reason": …}``. All else that check and libraries print goes to stderr.
 """
 
 from __future__ import annotations

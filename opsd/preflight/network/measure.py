@@ -5,8 +5,8 @@ processes with the same local number, which share a rail, exchange with each oth
 
 Starts measuring processes in milliseconds: imports torch once, has no threads, and forks for every test.
 
-It reads one JSON object per line, ``{"spec": …, "node": number, "rank": first rank of this node, "local": processes of
-this node, "store": [host, port]}``, and answers one ``Done`` per line. A test that does not end in time is killed.
+It reads one JSON object a line, with ``spec``, ``node`` (its number), ``rank`` (the first one of this node), ``local``
+(processes of this node) and ``store`` (host and port). It answers one ``Done`` a line. A test that is late is killed.
 """
 
 from __future__ import annotations
