@@ -201,13 +201,15 @@ def _module(name: str, beside: str = "") -> tuple[Any, ...]:
 
     Those are in files beside it or in folders there. It is looked for in the folder ``beside`` first.
     """
-    if (file := _file_of(name, beside)) is not None and not _is_installed(file):
-        finder = ModuleFinder(path=[str(_root_of(file, name))], excludes=[_OWN_PACKAGE])
+    if (file := _file_of(name, beside)) is not None and not _is_installed(file, root := _root_of(file, name)):
+        finder = _Finder(path=[str(root)], excludes=[_OWN_PACKAGE])
         if name.partition(".")[0] != _OWN_PACKAGE:
             with suppress(ImportError, SyntaxError):
                 finder.import_hook(name)
         files = {str(path) for each in finder.modules.values() if (path := getattr(each, "__file__", None))}
         return name, sorted([Path(each).name, checksum(Path(each))] for each in {*files, str(file)})
+    if file is None and getattr(sys.modules.get(name), "__path__", None) is not None:  # a folder without __init__.py
+        return name, *(_module(each) for each in sorted(sys.modules) if each.startswith(f"{name}."))
     for distribution in _distributions().get(name.partition(".")[0], ()):
         return name, importlib.metadata.version(distribution)
     return name, ""
@@ -227,9 +229,32 @@ def _root_of(file: Path, name: str) -> Path:
     return file.parents[name.count(".") + (file.name == "__init__.py")]
 
 
-def _is_installed(file: Path) -> bool:
-    packages = (str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib", "stdlib"))
-    return any(str(file.resolve()).startswith(f"{folder}/") for folder in packages)
+def _is_installed(file: Path, root: Path) -> bool:
+    """Whether the file, imported from ``root``, is Python's own or from a folder that pip installs to, in any venv."""
+    own = str(Path(sysconfig.get_path("stdlib")).resolve())
+    return str(file.resolve()).startswith(f"{own}/") or any(root.glob("*.dist-info"))
+
+
+_PACKAGE = 5
+"""What ModuleFinder calls a folder (``imp.PKG_DIRECTORY``)."""
+
+
+class _Finder(ModuleFinder):
+    """Goes into folders without an ``__init__.py`` too, at which Python's own ends."""
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        try:
+            return super().find_module(name, path, parent)
+        except AttributeError:
+            folder = next(found for each in path or self.path if (found := Path(each, name)).is_dir())
+            return None, str(folder), ("", "", _PACKAGE)
+
+    def load_package(self, fqname: str, pathname: str) -> Any:
+        if Path(pathname, "__init__.py").exists():
+            return super().load_package(fqname, pathname)
+        package: Any = self.add_module(fqname)
+        package.__path__ = [pathname]
+        return package
 
 
 @cache

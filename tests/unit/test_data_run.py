@@ -407,17 +407,23 @@ HELPER = "import again\nLEAST = again.LEAST\ndef least():\n    return LEAST\n"
     [
         ("import helper\ndef least():\n    return helper.least()", None),
         ("def least():\n    from helper import LEAST\n    return LEAST", None),
+        ("from folder import helper\ndef least():\n    return helper.least()", None),
+        ("import folder.helper\ndef least():\n    return folder.helper.least()", None),
+        ("def least():\n    import folder.helper\n    return folder.helper.least()", None),
         ("import re\nP = re.compile('a')\ndef least():\n    return bool(P) * 10", ("('a')", "('a', re.I)")),
         ("import numpy\nR = numpy.random.default_rng(1).uniform\ndef least():\n    return R()", ("(1)", "(2)")),
         ("class T:\n    def __len__(self):\n        return 10\ndef least():\n    return len(T())", ("10", "11")),
         ("from pathlib import Path\nF = Path('FOLDER/words.txt')\ndef least():\n    return len(F.read_text())", None),
     ],
-    ids=["module of a module", "import in a function", "flags", "seed", "special method", "path"],
+    ids=["module of a module", "import in a function", "folder", "its module", "in a function", "flags", "seed", "special method", "path"],
 )  # fmt: skip
 def test_whatever_a_step_uses_counts(tmp_path: Path, before: str, after: tuple[str, str] | None) -> None:
     """Also what it uses through others, wherever it is edited."""
     whole = PIPELINE.replace("LEAST = 10", before).replace("> LEAST", "> least()")
     (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/helper.py").write_text("from folder.more import LEAST\ndef least():\n    return LEAST\n")
+    (tmp_path / "folder/more.py").write_text("from again import LEAST\n")
     (tmp_path / "again.py").write_text("LEAST = 10\n")
     (tmp_path / "words.txt").write_text("ten words.")
     file = make_pipeline(tmp_path, whole)
