@@ -72,7 +72,8 @@ class ListenError(Exception):
 class Daemon:
     """The agent. It listens from the beginning, answers once it runs, and ``read``s its settings again if ``wanted``.
 
-    Raises ConfigError for a web configuration that cannot be used, and ListenError.
+    Raises ConfigError for a web configuration that cannot be used, ListenError, and InUseError if another agent has the
+    journal.
     """
 
     def __init__(self, settings: Settings, log: Log, read: Callable[[], Settings], wanted: threading.Event) -> None:
@@ -83,7 +84,7 @@ class Daemon:
             self._server = Server(agent.listen, log, web, own_hosts(agent.node, agent.names))
         except OSError as error:
             raise ListenError(error.strerror) from error
-        self._journal = Journal(agent.state_dir, self._say)
+        self._journal = Journal(agent.state_dir, self._say, memory=runtime_folder())
         self._loop, incident_manager = _loop(settings, self._journal, log)
         self._incident_manager, self._history, self._orders = incident_manager, History(), Orders(log)
         self._control = Control(incident_manager, self._journal, log)

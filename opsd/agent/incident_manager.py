@@ -240,6 +240,7 @@ class IncidentManager:
         self._act(view, remedies)
         for incident in self.current:
             self._record(incident, view.wall)
+        self._journal.copy()
 
     def _obey(self, order: lifecycle.Order, wall: float) -> None:
         """Carry out what a person asks for, or say why not."""
@@ -294,6 +295,8 @@ class IncidentManager:
         known = dict(self._book.incidents)
         for incident in memory.current:
             name = (incident.kind, incident.key)
+            if name in known and known[name].id == incident.id:
+                continue
             if name in known:
                 old = lifecycle.superseded(incident, known[name].id, wall)
                 self.ended.append(old)
@@ -305,7 +308,8 @@ class IncidentManager:
         settled = incidents.settled_by(memory.ended, wall) | dict(self._book.settled)
         closed = {name: old for name, old in lifecycle.goes_on(memory.ended).items() if name not in known}
         self._book = replace(self._book, incidents=known, recent=recent, settled=settled, closed=closed)
-        self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
+        here = {incident.id for incident in self.ended}
+        self.ended.extend([old for old in memory.ended if old.id not in here][: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
         self._told += memory.events
         self.kept_window = memory.window

@@ -11,22 +11,27 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from opsd.agent.incidents import Transition
+from opsd.agent.lifecycle import TIMES
 from opsd.agent.policy import PastAction
 from opsd.agent.store import (
     FORGET_EVENTS,
     KEEP_EVENTS,
+    InUseError,
     JournalContent,
     MovedError,
+    RecordError,
     Row,
     Store,
     StoreError,
     event_document,
+    from_json,
     this_boot,
+    to_json,
 )
 from opsd.collectors.base import Event, RepairFact
 from opsd.runbooks.base import Incident
@@ -36,6 +41,9 @@ RETRY_S = 5.0
 SLOW_S = 4.0
 """Seconds in which records should be on the disk; actions wait for theirs little longer."""
 FORGETS_EVERY_S = 3600.0
+MAX_COPIED = 256
+"""Number of incidents in a copy: the newest."""
+MAX_COPY_BYTES = 16 << 20
 
 
 class Intention:
@@ -60,6 +68,57 @@ class Intention:
 Record = tuple[Row, Intention | None]
 
 
+class IncidentCopy:
+    """A file with the current incidents and those that the journal has not yet: for a journal that cannot be read.
+
+    Without a ``folder`` there is none. It is no promise to anybody: it is written without a sync, if it can be.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / "incidents.jsonl" if folder is not None else None
+        self._lines: dict[str, tuple[Incident, str]] = {}
+
+    def read(self) -> Iterator[Incident]:
+        """The incidents that the last agent has saved, as far as they can be read."""
+        with contextlib.suppress(OSError):
+            if self._path is not None and self._path.lstat().st_size <= MAX_COPY_BYTES:
+                for line in self._path.read_text(errors="replace").splitlines():
+                    with contextlib.suppress(RecordError):
+                        yield from_json(line)
+
+    def save(self, incidents: Iterable[Incident]) -> None:
+        """Write ``incidents`` in the place of the last ones; nothing if that cannot be done."""
+        if self._path is None:
+            return
+        lines = {}
+        for incident in [*incidents][-MAX_COPIED:]:
+            known = self._lines.get(incident.id)
+            with contextlib.suppress(TypeError, ValueError):
+                lines[incident.id] = known if known and known[0] is incident else (incident, to_json(incident))
+        self._lines = lines
+        draft = self._path.with_name(f".{self._path.name}.draft")
+        with contextlib.suppress(OSError):
+            draft.write_text("".join(f"{line}\n" for _, line in lines.values()))
+            draft.replace(self._path)
+
+
+def joined(content: JournalContent, copied: Iterable[Incident]) -> JournalContent:
+    """``content`` with those of the ``copied`` incidents that it lacks or has in an older state."""
+    known = {incident.id: incident for incident in (*content.current, *content.ended)}
+    for incident in copied:
+        if incident.id not in known or _newest(incident) > _newest(known[incident.id]):
+            known[incident.id] = incident
+    by_time = sorted(known.values(), key=lambda incident: incident.opened_at)
+    current = [incident for incident in by_time if incident.resolved_at is None]
+    ended = [incident for incident in reversed(by_time) if incident.resolved_at is not None]
+    return replace(content, current=tuple(current), ended=tuple(ended))
+
+
+def _newest(incident: Incident) -> float:
+    times = (getattr(incident, name) for name in TIMES)
+    return float(max(at for at in times if at is not None))
+
+
 class Journal:
     """Records of one agent. Methods may be called from any thread; only ``open``, ``flush`` and ``close`` wait.
 
@@ -79,6 +138,7 @@ class Journal:
         slow_s: float = SLOW_S,
         wall: Callable[[], float] = time.time,
         boot: str | None = None,
+        memory: Path | None = None,
     ) -> None:
         self.path = folder / "journal.db"
         self._boot = this_boot() if boot is None else boot
@@ -89,6 +149,11 @@ class Journal:
         self._memory: JournalContent | None = None
         self._tried = self._loaded = False
         self._incidents: dict[str, Incident] = {}
+        self._current: dict[str, Incident] = {}
+        self._being_written: dict[str, Incident] = {}
+        self._copied = True
+        self._beside, self._in_memory = IncidentCopy(folder), IncidentCopy(memory)
+        self._refused: InUseError | None = None
         self._rows: list[Record] = []
         self._state = threading.Condition()
         self._writing_since: float | None = None
@@ -109,11 +174,18 @@ class Journal:
         return len(self._incidents) + len(self._rows)
 
     def open(self, patience_s: float = 2.0) -> JournalContent:
-        """Start writing and return the journal's content, which is empty if it cannot be read within ``patience_s``."""
+        """Start writing and return what an earlier agent knew.
+
+        If the journal cannot be read within ``patience_s``, these are the incidents that are copied to memory. Raises
+        InUseError if another agent that is well has the journal.
+        """
         self._thread.start()
         with self._state:
             self._state.wait_for(lambda: self._tried, patience_s)
-        return self.remembered() or JournalContent()
+            self._tried = True
+        if self._refused is not None:
+            raise self._refused
+        return joined(self.remembered() or JournalContent(), self._in_memory.read())
 
     def remembered(self) -> JournalContent | None:
         """What an earlier agent knew, once, as soon as it could be read; None before and after that."""
@@ -126,10 +198,25 @@ class Journal:
         with self._state:
             self._incidents.pop(incident.id, None)
             self._incidents[incident.id] = incident
+            self._current.pop(incident.id, None)
+            if incident.resolved_at is None:
+                self._current[incident.id] = incident
+            self._copied = False
             if len(self._incidents) > MAX_BACKLOG:
                 del self._incidents[next(iter(self._incidents))]
                 self.lost += 1
             self._state.notify_all()
+
+    def copy(self) -> None:
+        """Copy the incidents to memory, if one has changed: a disk that is full or hangs does not delay that."""
+        if not self._copied:
+            self._copied = True
+            self._in_memory.save(self._to_copy())
+
+    def _to_copy(self) -> Iterable[Incident]:
+        with self._state:
+            ended = {**self._being_written, **self._incidents}
+            return [*self._current.values(), *(i for id, i in ended.items() if id not in self._current)]
 
     def transition(self, t: Transition) -> None:
         """Record a change of state."""
@@ -196,6 +283,11 @@ class Journal:
                     self._serve(store)
             except MovedError as error:
                 self._set_problem(str(error))
+            except InUseError as error:
+                with self._state:
+                    if not self._tried and not error.stuck:
+                        self._refused, self._closing = error, True
+                self._retry(str(error))
             except StoreError as error:
                 self._retry(str(error))
             except Exception as error:  # the thread must outlive a bug, or nothing is written until a restart
@@ -211,7 +303,8 @@ class Journal:
     def _serve(self, store: Store) -> None:
         """Write records to ``store`` until the journal is closed. Raises StoreError."""
         if not self._loaded:
-            self._memory = store.load(self._wall())
+            content = store.load(self._wall())
+            self._memory = joined(content, self._beside.read()) if store.notices else content
             self._loaded = True
         self.opened += 1
         for notice in store.notices:
@@ -233,9 +326,11 @@ class Journal:
     def _write(self, store: Store) -> None:
         with self._state:
             incidents, records = self._incidents, self._rows
-            self._incidents, self._rows = {}, []
+            self._being_written, self._incidents, self._rows = incidents, {}, []
             self._writing_since = time.monotonic()
         try:
+            if incidents:
+                self._beside.save(self._to_copy())
             refused, written = store.write(incidents.values(), [row for row, _ in records])
         except BaseException:
             with self._state:
@@ -243,7 +338,7 @@ class Journal:
                 self._rows = records + self._rows
             raise
         finally:
-            self._writing_since = None
+            self._writing_since, self._being_written = None, {}
         with self._state:
             self.lost += refused + written.count(False)
             for (_, intention), kept in zip(records, written, strict=True):

@@ -44,10 +44,16 @@ KEEP_EVENTS = 2_000
 FORGET_EVENTS = "DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?"
 WASTE_BYTES = 64 << 20
 """A file with more unused room than this is written again when it is opened."""
+LOCK_WAIT_S = 1.0
+"""How long an agent waits for the lock of one that is about to end."""
+_STUCK = "DZX"
+"""States of a process that waits for a device, or is dead but for a thread that does."""
 KEEP_ASIDE = 5
 """Number of files of a kind (damaged, newer, ...) that are kept aside."""
 
 
+_REFUSED = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)
+"""What SQLite raises for values that no table of the journal takes."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_ERROR)
 """Result codes for a file whose content is no journal; the last one for a format that SQLite does not know."""
 _SCHEMA = """
@@ -83,6 +89,15 @@ class StoreError(Exception):
     """The file cannot be used; the message says why in one sentence."""
 
 
+class InUseError(StoreError):
+    """Another agent has the journal: ``stuck`` if it cannot do anything with it, as a process that waits for a disk."""
+
+    def __init__(self, path: Path, pid: int | None) -> None:
+        who = "another agent" if pid is None else f"another agent (process {pid})"
+        super().__init__(f"{path} is in use by {who}; give each its own agent.state_dir")
+        self.stuck = pid is not None and _state(pid) in _STUCK
+
+
 class UnusableError(Exception):
     """The file is no journal of this release: ``word`` for the name it gets, and a predicate."""
 
@@ -92,17 +107,39 @@ class UnusableError(Exception):
 
 
 def lock(path: Path) -> int:
-    """Lock the journal for this agent while the returned file descriptor is open."""
+    """Lock the journal for this agent while the returned file descriptor is open. Raises InUseError, OSError."""
     descriptor = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise StoreError(f"{path} is in use by another agent; give each its own agent.state_dir") from error
+        until = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > until:
+                    raise InUseError(path, _holder(os.fstat(descriptor).st_ino)) from error
+                time.sleep(LOCK_WAIT_S / 20)
+            else:
+                return descriptor
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+
+
+def _holder(inode: int) -> int | None:
+    """The process that holds the flock of the file, by proc_locks(5); None if the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
+                return int(fields[4])
+    return None
+
+
+def _state(pid: int) -> str:
+    """The state of a process as one letter, see proc_pid_stat(5); "" if there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def open_file(path: Path, now: float) -> sqlite3.Connection:
@@ -204,6 +241,34 @@ def set_aside(path: Path, word: str) -> Path:
             path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     prune(path, word)
     return aside
+
+
+def salvage(aside: Path, database: sqlite3.Connection) -> int:
+    """Take what can be read of a damaged journal over into a new one; returns how many records that are.
+
+    A table is read from both ends, since the damage may be in the middle. Raises sqlite3.Error for the new one.
+    """
+    before = database.total_changes
+    how = "mode=ro" if aside.with_name(f"{aside.name}-wal").exists() else "immutable=1"
+    with contextlib.closing(sqlite3.connect(f"{aside.absolute().as_uri()}?{how}", uri=True)) as damaged:
+        damaged.text_factory = lambda raw: raw.decode(errors="replace")
+        database.execute("BEGIN")
+        for table in ("incidents", "transitions", "actions", "window", "events", "repairs"):
+            names = [str(name) for (name,) in database.execute("SELECT name FROM pragma_table_info(?)", (table,))]
+            columns, values = ", ".join(names), ", ".join("?" * len(names))
+            for order in ("ASC", "DESC"):
+                query = f"SELECT {columns} FROM {table} ORDER BY rowid {order}"  # noqa: S608
+                for row in _readable(damaged, query):
+                    with contextlib.suppress(*_REFUSED):
+                        database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({values})", row)  # noqa: S608
+        database.execute("COMMIT")
+    return database.total_changes - before
+
+
+def _readable(damaged: sqlite3.Connection, query: str) -> Iterator[tuple[object, ...]]:
+    """The rows of a query up to the first that cannot be read."""
+    with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
+        yield from damaged.execute(query)
 
 
 def free_name(path: Path, word: str) -> Path:
@@ -363,10 +428,6 @@ def this_boot() -> str:
         return ""
 
 
-_REFUSED = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)
-"""What SQLite raises for values that no table of the journal takes."""
-
-
 class MovedError(StoreError):
     """The file was removed or replaced while it was open, and can be opened again at once."""
 
@@ -407,8 +468,12 @@ class Store:
                 self._database = open_file(path, now)
             except UnusableError as error:
                 aside = set_aside(path, error.word)
-                self.notices.append(f"{path} {error}; it was set aside as {aside.name} and a new one was created")
                 self._database = open_file(path, now)
+                saved = salvage(aside, self._database) if error.word == "damaged" else 0
+                taken = f" with the {saved} records of it that can be read" if saved else ""
+                self.notices.append(
+                    f"{path} {error}; it was set aside as {aside.name} and a new one was created{taken}"
+                )
             self._files = self._identities()
             undo.pop_all()
 

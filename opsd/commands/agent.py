@@ -24,7 +24,7 @@ STOP_WITHIN_S = 1.5
     epilog=exit_codes(
         {
             0: "stopped by SIGTERM or SIGINT",
-            1: "cannot listen on its address; with --once, a collector failed or hung",
+            1: "another agent has its address or its journal; with --once, a collector failed or hung",
             2: "the configuration is wrong",
         }
     )
@@ -50,6 +50,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     from opsd.agent import heap
     from opsd.agent.daemon import Daemon, ListenError
     from opsd.agent.logs import configure
+    from opsd.agent.store import InUseError
 
     heap.settle()
     try:
@@ -63,6 +64,9 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
             "or set agent.listen to a free address",
             err=True,
         )
+        return exitcodes.FAILED
+    except InUseError as error:
+        click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED
     daemon.run(stop)
     return exitcodes.OK

@@ -153,8 +153,12 @@ def test_an_agent_without_a_journal_goes_on_and_says_so(opsd: Opsd, tmp_path: Pa
     assert log.count("journal.db cannot be written") == 1
 
 
-def test_incidents_survive_an_agent_that_is_killed(opsd: Opsd, tmp_path: Path) -> None:
+@pytest.mark.parametrize("journal", ["whole", "damaged", "in the way"])
+def test_incidents_survive_an_agent_that_is_killed(opsd: Opsd, tmp_path: Path, journal: str) -> None:
     """A rank crash found by the first agent is the same incident, by its id, to the second."""
+    (tmp_path / "memory").mkdir()
+    if journal == "in the way":
+        (tmp_path / "state").write_text("as on a disk that takes nothing")
     folder = tmp_path / "shm/run"
     folder.mkdir(parents=True)
     Reporter(folder / "rank-0000.page", rank=0, world_size=1, run="run").step(tokens=1)
@@ -169,13 +173,15 @@ def test_incidents_survive_an_agent_that_is_killed(opsd: Opsd, tmp_path: Path) -
         incidents = json.loads(opsd.get("/api/v1/incidents") or '{"incidents": []}')["incidents"]
         return [incident["id"] for incident in incidents]
 
-    with opsd.agent() as process:
+    with opsd.agent(RUNTIME_DIRECTORY=str(tmp_path / "memory")) as process:
         assert eventually(lambda: len(ids()) == 1)
         first = ids()
-        assert eventually(lambda: _journaled(tmp_path / "state/journal.db"))
+        assert journal == "in the way" or eventually(lambda: _journaled(tmp_path / "state/journal.db"))
         process.kill()
         process.wait()
-    with opsd.agent():
+    if journal == "damaged":
+        (tmp_path / "state/journal.db").write_bytes(b"no database" * 1000)
+    with opsd.agent(RUNTIME_DIRECTORY=str(tmp_path / "memory" if journal == "in the way" else tmp_path)):
         assert ids() == first
         shown = opsd.run("incidents", "show", first[0], "--config", str(opsd.config))
         assert "signal SIGKILL" in shown.stdout
@@ -194,6 +200,15 @@ def test_a_killed_agent_leaves_its_window_in_memory(opsd: Opsd, tmp_path: Path) 
         assert ("window begins empty" in log) is not kept
         (tmp_path / "state/journal.db").unlink()
         (memory / "window").write_bytes(b"not a window")
+
+
+def test_a_second_agent_does_not_begin_on_the_same_journal(opsd: Opsd) -> None:
+    """It would page each open incident again; its exit status and its sentence say why."""
+    with opsd.agent():
+        second = opsd.run("agent", "--config", str(opsd.config), "--set", 'agent.listen="127.0.0.1:0"')
+        assert (second.returncode, "is in use by another agent (process" in second.stderr) == (exitcodes.FAILED, True)
+        assert "Traceback" not in second.stderr
+        assert opsd.get("/healthz")
 
 
 def _journaled(path: Path) -> bool:

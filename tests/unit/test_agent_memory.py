@@ -184,6 +184,13 @@ def test_a_signal_is_not_sent_twice() -> None:
     assert why_not("trouble", record | {"verb": "drain_node"}, PolicySettings(mode="act"), WALL + 5) == ""
 
 
+@pytest.fixture
+def _hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that has the journal waits for a disk, and cannot be ended."""
+    monkeypatch.setattr("opsd.agent.store._state", lambda _pid: "D")
+
+
+@pytest.mark.usefixtures("_hangs")
 def test_a_budget_that_was_read_late_counts(node: Node) -> None:
     """Another agent had the state folder when this one started."""
     other = node.agent()
@@ -203,6 +210,7 @@ def test_a_budget_that_was_read_late_counts(node: Node) -> None:
     assert node.limits == []
 
 
+@pytest.mark.usefixtures("_hangs")
 def test_incidents_that_were_read_late_are_continued_or_ended(node: Node) -> None:
     """The one that was opened again meanwhile goes on under its new id; neither stays current twice."""
     other = node.agent()

@@ -415,7 +415,8 @@ HELPER = "import again\nLEAST = again.LEAST\ndef least():\n    return LEAST\n"
         ("class T:\n    def __len__(self):\n        return 10\ndef least():\n    return len(T())", ("10", "11")),
         ("from pathlib import Path\nF = Path('FOLDER/words.txt')\ndef least():\n    return len(F.read_text())", None),
     ],
-    ids=["module of a module", "import in a function", "folder", "its module", "in a function", "flags", "seed", "special method", "path"],
+    ids=["module of a module", "import in a function", "folder", "its module", "in a function", "flags", "seed",
+         "special method", "path"],
 )  # fmt: skip
 def test_whatever_a_step_uses_counts(tmp_path: Path, before: str, after: tuple[str, str] | None) -> None:
     """Also what it uses through others, wherever it is edited."""

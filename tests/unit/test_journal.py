@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,7 @@ from opsd.agent.store import (
     MAX_ACTIONS,
     MAX_CURRENT,
     MAX_ENDED,
+    InUseError,
     JournalContent,
     from_json,
     open_file,
@@ -160,15 +162,26 @@ def test_a_damaged_journal_is_set_aside(tmp_path: Path, log: Log, damage: bytes 
 
 
 def test_two_agents_do_not_share_a_journal(tmp_path: Path, log: Log) -> None:
-    """The second one says so, and takes over once the first has ended."""
+    """Without its memory the second one would open each incident again: it does not begin, and says who has it."""
     first = Journal(tmp_path, log)
     first.open(PATIENCE_S)
     second = Journal(tmp_path, Log(), retry_s=0.05)
-    assert second.open(PATIENCE_S) == JournalContent()
-    assert "in use by another agent" in second.problem
-    second.incident(incident())
+    with pytest.raises(InUseError, match=rf"in use by another agent \(process {os.getpid()}\)"):
+        second.open(PATIENCE_S)
     first.close(PATIENCE_S)
-    assert second.flush(PATIENCE_S)
+    third = Journal(tmp_path, log)
+    assert third.open(PATIENCE_S) == JournalContent()
+    third.close(PATIENCE_S)
+
+
+def test_an_agent_that_ends_in_a_second_is_waited_for(tmp_path: Path, log: Log) -> None:
+    """The one that was told to stop may still write its last second."""
+    first = Journal(tmp_path, log)
+    first.open(PATIENCE_S)
+    first.incident(incident())
+    threading.Timer(0.2, first.close).start()
+    second = Journal(tmp_path, log)
+    assert [found.id for found in second.open(PATIENCE_S).current] == [incident().id]
     second.close(PATIENCE_S)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from opsd.agent.incidents import Transition
-from opsd.agent.journal import Journal
+from opsd.agent.journal import IncidentCopy, Journal
 from opsd.agent.policy import PastAction
 from opsd.agent.store import SCHEMA_VERSION, JournalContent, to_document
 from opsd.runbooks.base import Cost, State
@@ -80,12 +83,12 @@ ODD_DOCUMENTS = [
 
 @pytest.mark.parametrize("document", ODD_DOCUMENTS, ids=range(len(ODD_DOCUMENTS)))
 def test_an_odd_incident_is_left_out_and_kept(tmp_path: Path, document: str) -> None:
-    """The others are read, a copy of the journal keeps the record, and the next agent has nothing to say."""
+    """It is known from the copy of the incidents, that of the journal keeps the record, and it is said once."""
     keep(tmp_path, "good", "odd")
     with closing(sqlite3.connect(tmp_path / "journal.db", isolation_level=None)) as database:
         database.execute("UPDATE incidents SET document = ? WHERE id = 'odd'", (document,))
     log = Log()
-    assert [i.id for i in opened(tmp_path, log).current] == ["good"]
+    assert opened(tmp_path, log).current == (incident("good"), incident("odd"))
     (aside,) = tmp_path.glob("journal.db.odd-*")
     assert log.sentences == [
         f"{tmp_path / 'journal.db'} has lost 1 record that cannot be read; a copy of all is {aside.name}"
@@ -126,11 +129,11 @@ def test_text_that_is_not_utf_8_stops_no_journal(tmp_path: Path) -> None:
     ],
 )
 def test_a_journal_of_another_schema_is_set_aside(tmp_path: Path, statements: list[str], said: str) -> None:
-    """It is kept whole under another name, and the agent has a new one."""
+    """It is kept whole under another name, and the agent has a new one; no incident is opened a second time."""
     keep(tmp_path, "a")
     execute(tmp_path, *statements)
     log = Log()
-    assert opened(tmp_path, log) == JournalContent()
+    assert opened(tmp_path, log) == JournalContent(current=(incident("a"),))
     (aside,) = tmp_path.glob("journal.db.*-2*")
     assert log.sentences == [
         f"{tmp_path / 'journal.db'} {said}; it was set aside as {aside.name} and a new one was created"
@@ -195,20 +198,84 @@ def test_times_to_come_are_those_of_now(tmp_path: Path) -> None:
     assert past.at <= time.time()
 
 
+DEAD_BUT_FOR_A_THREAD = """
+import ctypes, fcntl, os, sys, threading, time
+fcntl.flock(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("locked", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
 def test_what_a_late_journal_remembers_is_taken_in(tmp_path: Path) -> None:
-    """Another agent had the folder when this one started; its actions count as soon as they can be read."""
-    first = Journal(tmp_path, lambda _problem: None)
-    first.open(PATIENCE_S)
-    first.action("a", PastAction("trouble", "kill_process", "r", time.time()))
-    second = Journal(tmp_path, Log(), retry_s=0.05)
-    assert second.open(0.5) == JournalContent()
-    assert second.remembered() is None
-    first.close(PATIENCE_S)
+    """An earlier agent could not be ended, as one that waits for a disk; what it did counts as soon as it is read."""
+    keep(tmp_path, "r")
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    IncidentCopy(memory).save([incident("copied")])
+    command = [sys.executable, "-c", DEAD_BUT_FOR_A_THREAD, str(tmp_path / "journal.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as earlier:
+        assert earlier.stdout is not None
+        assert earlier.stdout.readline()
+        assert until(lambda: " Z " in Path(f"/proc/{earlier.pid}/stat").read_text())
+        second = Journal(tmp_path, Log(), retry_s=0.05, memory=memory)
+        assert second.open(PATIENCE_S) == JournalContent(current=(incident("copied"),))
+        assert f"in use by another agent (process {earlier.pid})" in second.problem
+        assert second.remembered() is None
+        earlier.kill()
     content = until(second.remembered)
     assert content is not None
     assert [past.target for past in content.actions] == ["r"]
     assert second.remembered() is None
     second.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("damage", ["names", "middle", "all"])
+def test_a_current_incident_outlives_its_journal(tmp_path: Path, damage: str) -> None:
+    """It would be opened, and paged, a second time. What can be read of the journal is read, be it in two halves."""
+    ids = [f"i{number:04d}" for number in range(400)]
+    keep(tmp_path, *ids)
+    path = tmp_path / "journal.db"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek({"names": 4096, "middle": size // 8192 * 4096, "all": 0}[damage])
+        file.write(b"\xff" * (size if damage == "all" else 4096))
+    log = Log()
+    content = opened(tmp_path, log)
+    assert {found.id for found in content.current} >= {*ids[-256:]}
+    if damage in {"names", "middle"}:
+        assert any("records of it that can be read" in said for said in log)
+        assert len(content.actions) > 100
+
+
+def test_what_a_full_disk_has_not_taken_is_in_memory(small_disk: Path, tmp_path: Path) -> None:
+    """The agent is killed meanwhile; the next one knows what is open, what is over, and whom it has told."""
+    keep(small_disk, "early", "told")
+    journal = Journal(small_disk, Log(), retry_s=0.05, memory=tmp_path)
+    early, told = journal.open(PATIENCE_S).current
+    with pytest.raises(OSError, match="No space"), (small_disk / "filler").open("wb") as file:
+        while True:
+            file.write(b"x" * 65536)
+    over = replace(early, state=State.RESOLVED, resolved_at=early.last_seen_at + 5)
+    told = replace(
+        told,
+        last_seen_at=told.last_seen_at + 5,
+        actions=(
+            {"verb": "notify", "target": "webhook", "args": {}, "reason": "", "at": 1.0, "outcome": "ok", "detail": ""},
+        ),
+    )
+    for one in (over, told, incident("late", opened_at=early.opened_at + 5)):
+        journal.incident(one)
+    journal.copy()
+    assert until(lambda: journal.problem)
+    shutil.copytree(small_disk, tmp_path / "killed")
+    killed = Journal(tmp_path / "killed", Log(), memory=tmp_path).open(PATIENCE_S)
+    assert ([found.id for found in killed.current], [found.id for found in killed.ended]) == (
+        ["told", "late"],
+        ["early"],
+    )
+    assert killed.current[0].actions == told.actions
+    journal.close(PATIENCE_S)
 
 
 def test_a_journal_without_the_users_of_actions_gets_them(tmp_path: Path) -> None:
