@@ -34,4 +34,9 @@ UNREAD: Final = 141
 
 def of_error(error: OSError, otherwise: int = FAILED) -> int:
     """The exit code after ``error``: ``NO_SPACE`` if the disk or the quota is full."""
-    return NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+    return NO_SPACE if is_full(error.errno) else otherwise
+
+
+def is_full(number: int | None) -> bool:
+    """Whether the error of this number means that a disk or a quota is full."""
+    return number in (errno.ENOSPC, errno.EDQUOT)

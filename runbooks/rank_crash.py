@@ -20,13 +20,14 @@ from opsd.runbooks.lib.runs import (
 )
 from opsd.runbooks.lib.signals import integer, text
 
+_STORAGE = r"Errno (5|28|116|122)\b|No space left|quota exceeded|Input/output error|Stale file handle"
 _COMPONENTS: tuple[tuple[str, str, str], ...] = (
     (r"uncorrectable|\bECC\b|GPU is lost|fallen off the bus|hardware stack error", "gpu", "the GPU reported a fault"),
     (r"device-side assert", "user code", "a device-side assertion"),
     (r"illegal memory access|unspecified launch failure|misaligned address|CUDA error", "rank", "a CUDA error"),
     (r"OutOfMemoryError|CUDA out of memory", "user code", "out of GPU memory"),
     (r"\bNCCL\b|\bgloo\b|DistBackendError|Connection (reset|closed|refused)", "network", "a collective failed"),
-    (r"Errno (5|28|116)\b|No space left|Input/output error|Stale file handle", "storage", "storage failed"),
+    (_STORAGE, "storage", "storage failed"),
 )
 """Pattern in an error's type and message, component to blame, what it is. The first match decides. A CUDA error that
 may be the program's or the hardware's is left with the rank."""

@@ -34,6 +34,7 @@ from typing import Any
 
 from opsd.checkpoints.sealed import CHECKSUM, Damaged, parse, read_regular, seal, unseal
 from opsd.durable import FORGOTTEN_S, NO_LINKS, Link, linked, make_folder, sync_folder, write
+from opsd.exitcodes import is_full
 
 CONTENT = "claim.json"
 """The file in a target that is a folder."""
@@ -131,9 +132,8 @@ EXIT_FENCED = 76
 MAX_BYTES = 8 << 20
 """A claim of 10,000 launchers has about one million."""
 _ROOM, _ROOM_BYTES = ".room", 128 << 10
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""Errors for a user who may read and not write."""
+_NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors for a user who may read and not write; a full disk is another one."""
 _POLL_S = 1.0
 
 
@@ -205,7 +205,7 @@ def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
         try:
             put(content, claims / _name(claim.number), link)
         except OSError as error:
-            if error.errno not in _FULL or not _give_room(claims):
+            if not is_full(error.errno) or not _give_room(claims):
                 raise
             put(content, claims / _name(claim.number), link)
         found = _claims(claims)
@@ -448,7 +448,7 @@ def _look(claims: Path, *, must_be_new: bool = False) -> dict[int, Path]:
             draft.touch()
         draft.unlink()
     except OSError as error:
-        if must_be_new or error.errno not in _NO_WRITING:
+        if must_be_new or not (error.errno in _NO_WRITING or is_full(error.errno)):
             raise
     return _claims(claims)
 

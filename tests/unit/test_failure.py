@@ -30,6 +30,7 @@ RESET = RankError("RuntimeError", "Connection reset by peer [127.0.0.1]:3342", "
         ("exit code 1", RankError("AcceleratorError", "CUDA error: uncorrectable ECC error", ""), "", "hardware"),
         ("exit code 1", RankError("RuntimeError", "CUDA error: device-side assert triggered", ""), "", "user"),
         ("exit code 1", RankError("OSError", "[Errno 28] No space left on device", ""), "", "environment"),
+        ("exit code 1", RankError("OSError", "[Errno 122] Disk quota exceeded", ""), "", "environment"),
         ("exit code 1", RankError("DistNetworkError", "EADDRINUSE", ""), "", "communication"),
         ("exit code 3", None, "usage: train.py", "user"),
         ("exit code 1", RankError("FileNotFoundError", "/data/ECCV24/x", ""), "", "user"),

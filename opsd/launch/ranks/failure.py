@@ -38,8 +38,9 @@ _HARDWARE = re.compile(
 _ASSERTION = re.compile("device-side assert")
 """An assertion in a kernel of the program, an index out of range for instance, and no fault of the GPU."""
 _ENVIRONMENT = re.compile(
-    r"EADDRINUSE|address already in use|no space left|stale file handle|input/output error|(?-i:\b(ESTALE|EIO)\b)"
-    r"|too many open files|cannot allocate memory|resource temporarily unavailable|read-only file system",
+    r"EADDRINUSE|address already in use|no space left|quota exceeded|stale file handle|input/output error"
+    r"|(?-i:\b(ESTALE|EIO)\b)|too many open files|cannot allocate memory"
+    r"|resource temporarily unavailable|read-only file system",
     re.IGNORECASE,
 )
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
