@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
-from opsd import durable, exitcodes
+from opsd import exitcodes
 from opsd.commands.options import Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
 from opsd.data.pipeline import PipelineError, load
@@ -53,7 +53,7 @@ def data() -> None:
         {
             0: "all stages are done",
             1: "a task was given up, or Slurm refused",
-            2: "FILE cannot be used, or something has changed or is missing",
+            2: "FILE or RUN cannot be used, or something has changed or is missing",
             3: "interrupted; the same command goes on",
             74: "the disk or the quota is full",
         }
@@ -92,6 +92,8 @@ def run(
     from opsd.data.run import Run, held
 
     root = root or file.with_suffix("")
+    if beside is not None and not (beside.is_dir() and os.access(beside, os.W_OK)):
+        fail(f"--beside {beside}: no folder to write to; create it, or name the folder of the run", exitcodes.USAGE)
     try:
         stages = load(file)
         pipeline = Run(file, root, stages, _engine(root, given), warn, redo, allow_copies, retries)
@@ -378,7 +380,6 @@ def _note(folder: Path, found: dict[str, Any]) -> None:
     from opsd.ledger.beside import DataRun, note
 
     tasks, done = (sum(stage[name] for stage in found["stages"]) for name in ("tasks", "done"))
-    durable.make_folder(folder)
     note(folder, DataRun(found["pipeline"], tasks, done, **found["cost"]), time.time())
 
 
