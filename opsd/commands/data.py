@@ -15,6 +15,7 @@ import click
 from rich.markup import escape
 
 from opsd import exitcodes
+from opsd.commands.interrupts import become, ended_at_once
 from opsd.commands.options import Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
 from opsd.data.pipeline import PipelineError, load
@@ -45,7 +46,7 @@ def data() -> None:
     if sys.flags.hash_randomization and (program.name == "opsd" or program.parts[-2:] == ("opsd", "__main__.py")):
         # Digests, and tasks that are repeated, need sets in the same order in each process.
         os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  # this program once more
+        become([sys.executable, *sys.orig_argv[1:]])
 
 
 @data.command(
@@ -95,7 +96,8 @@ def run(
     if beside is not None and not (beside.is_dir() and os.access(beside, os.W_OK)):
         fail(f"--beside {beside}: no folder to write to; create it, or name the folder of the run", exitcodes.USAGE)
     try:
-        stages = load(file)
+        with ended_at_once():
+            stages = load(file)
         pipeline = Run(file, root, stages, _engine(root, given), warn, redo, allow_copies, retries)
         with held(root):
             complete = pipeline.run()

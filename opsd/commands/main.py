@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import errno
-import gc
-import io
-import os
-import select
-import sys
-import traceback
-from importlib import import_module
-from importlib.util import find_spec
+from opsd.commands.interrupts import ended_at_once
 
-import click
+with ended_at_once():
+    import difflib
+    import errno
+    import gc
+    import io
+    import os
+    import select
+    import sys
+    import traceback
+    from importlib import import_module
+    from importlib.util import find_spec
 
-from opsd import __version__, exitcodes
+    import click
+
+    from opsd import __version__, exitcodes
 
 COMMANDS = {
     "ablate": "Experiments beside a main run: arms, seeds, verdicts, cost.",
@@ -100,7 +103,8 @@ class _LazyGroup(click.Group):
             raise click.UsageError(f"there is no command {cmd_name!r}; {hint}", ctx)
         if cmd_name not in _commands():
             raise click.UsageError(f"`opsd {cmd_name}` is for the development of opsd: run it in a checkout")
-        command = getattr(import_module(f"opsd.commands.{cmd_name}"), cmd_name)
+        with ended_at_once():
+            command = getattr(import_module(f"opsd.commands.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,34 +92,6 @@ def folders_of(value: object, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 def load(path: Path) -> list[Stage]:
     """Run the file and take its ``stages``. Raises PipelineError."""
-    with _interrupts_kept():
-        return _load(path)
-
-
-@contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end if it was raised before: modules such as dill catch all when imported."""
-    came = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal came
-        came = True
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            raise KeyboardInterrupt
-
-
-def _load(path: Path) -> list[Stage]:
     try:
         import datatrove.io
         from datatrove.executor.base import PipelineExecutor

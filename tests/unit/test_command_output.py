@@ -123,6 +123,42 @@ def test_a_full_disk_is_no_bug_in_opsd(error: str) -> None:
     assert answer.stderr.startswith("opsd: /scratch/run: ")
 
 
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+become = os.execv
+os.execv = lambda *command: (os.kill(os.getpid(), signal.SIGINT), become(*command))
+sys.meta_path.insert(0, Finder())
+os.write(1, b"began ")
+sys.argv[0] = "opsd"
+from opsd.commands.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "began"),
+    [
+        ("click", ["--version"], 1),
+        ("opsd.slurm.port", ["data", "run", "x.py"], 1),
+        ("rich.console", ["status"], 1),
+        ("dill", ["data", "run", "x.py"], 1),
+        ("", ["data", "run", "x.py"], 2),
+    ],
+    ids=["the list of commands", "a command", "a library", "one that catches all", "another start"],
+)
+def test_an_interrupt_while_modules_are_imported_is_a_sentence(module: str, command: list[str], began: int) -> None:
+    """Also while the program starts once more, before any line of it runs."""
+    program = [sys.executable, "-c", INTERRUPTED.replace("MODULE", repr(module)), *command]
+    environment = {**os.environ, "PYTHONHASHSEED": "0" if began == 1 else "random"}
+    answer = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+    assert (answer.returncode, answer.stderr) == (exitcodes.INTERRUPTED, "opsd: interrupted\n")
+    assert answer.stdout == "began " * began
+
+
 @pytest.mark.parametrize("columns", [40, 80, 132])
 def test_the_list_of_metrics_fits_a_terminal(columns: int) -> None:
     """No line is longer than the terminal, nothing is cut, and each metric has its labels, unit, help and source."""

@@ -347,18 +347,6 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path: Path, make: Call
     assert engine.ran == []
 
 
-def test_an_interrupt_while_modules_are_imported_is_not_lost(tmp_path: Path) -> None:
-    """Some catch all exceptions, dill for instance."""
-    file = make_pipeline(tmp_path)
-    caught = (
-        "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(9)\nexcept:\n    pass\n"
-    )
-    file.write_text(caught + file.read_text())
-    with pytest.raises(KeyboardInterrupt):
-        load(file)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_an_input_that_changes_while_it_is_read_is_told(tmp_path: Path) -> None:
     """Before its task or after it. One that is removed after it was read is not missed."""
     file, raw = make_pipeline(tmp_path), tmp_path / "raw"
