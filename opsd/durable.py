@@ -19,6 +19,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -245,15 +246,22 @@ def _created(path: Path, mode: int) -> Iterator[BinaryIO]:
 
 def _remove_forgotten(path: Path) -> None:
     """Remove the drafts of ``path`` that dead processes have left, as far as possible."""
-    prefix = f".{path.name}."
-    with suppress(OSError), os.scandir(path.parent) as entries:
+    remove_forgotten(path.parent, f".{path.name}.", path)
+
+
+def remove_forgotten(folder: Path, prefix: str = ".", written: Path | None = None) -> None:
+    """Remove drafts in ``folder`` that dead processes have left, as far as possible.
+
+    Their names begin with ``prefix``. ``written``, now, or else the clock of this machine, tells how old they are.
+    """
+    with suppress(OSError), os.scandir(folder) as entries:
         drafts = [entry for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(DRAFT)]
         if drafts:
-            now = path.lstat().st_mtime
+            now = written.lstat().st_mtime if written is not None else time.time()
             for entry in drafts:
                 status = entry.stat(follow_symlinks=False)
                 is_old = now - status.st_mtime > FORGOTTEN_S
-                if stat.S_ISREG(status.st_mode) and (is_old or _is_dead(entry.name[len(prefix) :])):
+                if stat.S_ISREG(status.st_mode) and (is_old or _is_dead(entry.name)):
                     Path(entry.path).unlink()
 
 
@@ -266,9 +274,9 @@ def _machine() -> str:
     return ""
 
 
-def _is_dead(maker: str) -> bool:
-    """Whether a draft, the end of whose name begins with ``maker``, is that of a process here that has ended."""
-    machine, _, process = maker.partition(".")[0].partition("-")
+def _is_dead(draft: str) -> bool:
+    """Whether the draft of this name is that of a process here that has ended."""
+    machine, _, process = draft.removesuffix(DRAFT).rpartition(".")[0].rpartition(".")[2].partition("-")
     if not machine or machine != _machine():
         return False
     try:

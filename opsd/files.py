@@ -78,6 +78,15 @@ def write_text(path: Path, text: str, *, in_place: bool = True) -> None:
     durable.replace(path, text.encode())
 
 
+def oom_kills(proc: str = "/proc") -> int:
+    """Processes killed by the kernel's out-of-memory killer since boot; 0 if the kernel does not count them."""
+    with suppress(OSError):
+        for line in Path(proc, "vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 class FileTail:
     """Lines that another program appends to a regular file, which need not exist yet; no link at its name is followed.
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from opsd import exitcodes
+from opsd.data.local import Process
 from opsd.data.pipeline import PipelineError, Stage
-from opsd.data.records import ARRAYS, FAILED, LOG, Attempt, StageFolder, write_json
+from opsd.data.records import ARRAYS, FAILED, LOG, SUCCESSFUL, Attempt, StageFolder, write_json
 from opsd.data.run import Tries
 from opsd.progress import shown
 from opsd.slurm.port import ENDED, Job, Slurm, SlurmRejected, SlurmUnavailable
@@ -143,7 +144,7 @@ class Arrays:
                 if not any((array.token, rank) in begun for rank in members):
                     for rank in idle.intersection(members):
                         yield Attempt(
-                            rank, "", f"{array.token}-{rank}", "a node", array=array.token, began=array.at,
+                            rank, f"{array.token}-{rank}", "a node", array=array.token, began=array.at,
                             seen=array.at, why=why,
                         )  # fmt: skip
 
@@ -224,18 +225,25 @@ def arrays_of(folder: StageFolder) -> list[Array]:
 
 def run_job(root: Path, stage: int, token: str, environ: Mapping[str, str]) -> int:
     """Run the tasks of this job of an array; returns its exit code. Raises PipelineError."""
-    from opsd.data.worker import tasks_of
-
     folder = StageFolder(root, stage)
     array = next((each for each in arrays_of(folder) if each.token == token), None)
     if array is None:
         raise PipelineError(f"{folder.folder / ARRAYS / token}.json is gone: was the stage begun again?")
-    ranks, job = array.of_job(int(environ["SLURM_ARRAY_TASK_ID"])), int(environ.get("SLURM_JOB_ID", 0))
-    try:
-        tasks: Any = tasks_of(root, stage, int(environ.get("SLURM_CPUS_PER_TASK") or 1))
-    except PipelineError as error:
-        for rank in ranks:
-            folder.note(Attempt(rank, "", job=job, array=token, outcome=FAILED, why=str(error), error=str(error)))
-        raise
-    outcomes = [tasks.run(rank, job, token).outcome for rank in ranks if not folder.record(rank).exists()]
-    return exitcodes.FAILED if FAILED in outcomes else exitcodes.OK
+    ranks = array.of_job(int(environ["SLURM_ARRAY_TASK_ID"]))
+    job, cpus = int(environ.get("SLURM_JOB_ID", 0)), int(environ.get("SLURM_CPUS_PER_TASK") or 1)
+    process, code = Process(root, stage, cpus), exitcodes.OK
+    for number, rank in enumerate(ranks):
+        if folder.record(rank).exists():
+            continue
+        if not process.lives:
+            process = Process(root, stage, cpus)
+        process.ask(Attempt(rank, job=job, array=token, cpus=cpus))
+        try:
+            if process.answer(folder).outcome not in SUCCESSFUL:
+                code = exitcodes.FAILED
+        except PipelineError as error:
+            for each in ranks[number:]:
+                folder.note(Attempt(each, job=job, array=token, outcome=FAILED, why=str(error), error=str(error)))
+            raise
+    process.end()
+    return code

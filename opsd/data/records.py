@@ -32,8 +32,12 @@ from opsd.data.pipeline import PipelineError
 
 RUN, PLAN, DONE = "run.json", "plan.json", "done.json"
 TASKS, ATTEMPTS, ARRAYS, LOG = "tasks", "attempts", "arrays", "log"
+SUCCESSFUL: Final = ("done", "superseded")
+"""How an attempt ends that has not failed; superseded is one that another attempt was faster than."""
 FAILED: Final = "failed"
-"""The outcome of an attempt that an exception ended."""
+"""The outcome of an attempt that an exception ended, or the end of its own process."""
+_NOTE_BYTES: Final = 4096
+"""Of the file of an attempt from its beginning on: a page of memory, a block of the disk."""
 BEAT_S: Final = 10.0
 """How often a living attempt says that it lives."""
 
@@ -118,13 +122,12 @@ class Done:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at a task. ``seen`` is when it was last known to live, ``outcome`` is "" while it runs or if it died.
+    """One try at a task. ``seen`` is when it was last known to live, ``outcome`` is "" while it runs or if it was lost.
 
-    ``error`` is the exception that ended it, if it may well come again: not for a full disk, which ``errno`` names.
+    ``error`` is what has ended it, if that may well come again: not for a full disk, which ``errno`` names.
     """
 
     rank: int
-    plan: str
     token: str = field(default_factory=lambda: secrets.token_hex(6))
     host: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     job: int = 0
@@ -188,7 +191,7 @@ class StageFolder:
             raise PipelineError(f"{self.record(rank)} is damaged ({error!r}): remove it, and run again") from error
 
     def attempts(self) -> list[Attempt]:
-        """All attempts, the oldest first. One whose file is being replaced is left out."""
+        """All attempts, the oldest first. One whose file is being written is left out."""
         found = []
         with suppress(FileNotFoundError):
             for path in (self.folder / ATTEMPTS).glob("*.json"):
@@ -197,14 +200,17 @@ class StageFolder:
         return sorted(found, key=lambda attempt: attempt.began)
 
     def note(self, attempt: Attempt) -> None:
-        """Write an attempt down, whole, though not for a power loss. Raises OSError."""
+        """Write an attempt down, by one call and in place: that leaves no draft, and a full disk has room for it.
+
+        Not for a power loss. Raises OSError.
+        """
         path = self.folder / ATTEMPTS / f"{attempt.rank:05d}.{attempt.token}.json"
-        draft = path.with_suffix(".draft")
+        content = json.dumps(asdict(attempt)).encode().ljust(_NOTE_BYTES)
         try:
-            draft.write_text(json.dumps(asdict(attempt)), encoding="utf-8")
-            draft.replace(path)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb", buffering=0) as file:
+                file.write(content)
+                file.truncate()
         except OSError as error:
-            draft.unlink(missing_ok=True)
             error.filename = str(path)
             raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -18,9 +17,11 @@ from opsd.data import checks
 from opsd.data.identity import digest_of
 from opsd.data.pipeline import PipelineError, Stage
 from opsd.data.records import (
+    ARRAYS,
     DONE,
     PLAN,
     RUN,
+    TASKS,
     Attempt,
     Done,
     StageFolder,
@@ -31,6 +32,7 @@ from opsd.data.records import (
     waiting_room,
     write_json,
 )
+from opsd.exitcodes import is_full
 from opsd.words import duration, plural
 
 LOCK: Final = "lock"
@@ -40,7 +42,7 @@ _PAUSES_S: Final = (1.0, 5.0, 25.0)
 _TOLD: Final = 5
 """How many attempts with the same error are told."""
 LOSSES: Final = 10
-"""How often a task is tried again that was preempted or killed, or whose node was lost."""
+"""How often a task is tried again that was preempted or short of memory, or whose node was lost."""
 
 Say = Callable[[str], object]
 
@@ -178,7 +180,7 @@ class Run:
         self.engine.run(stage, folder, left, tries)
         missing = sorted(set(left) - folder.finished())
         last = [attempt for rank in missing if (attempt := tries.last(rank)) is not None]
-        self.full = any(attempt.errno in (errno.ENOSPC, errno.EDQUOT) for attempt in last)
+        self.full = any(is_full(attempt.errno) for attempt in last)
         if missing:
             self.say(f"stage {stage.number}: {plural(len(missing), 'task')} not done: {_why(last, tries)}")
         return not missing
@@ -237,6 +239,8 @@ class Run:
             self._given[place] = self._given.get(place, 0) + count
         for place in stage.outputs:
             shutil.rmtree(waiting_room(place), ignore_errors=True)
+        for part in (TASKS, ARRAYS):
+            durable.remove_forgotten(folder.folder / part)
         if folder.done != made:
             write_json(folder.folder / DONE, made)
 

@@ -37,6 +37,7 @@ from opsd.data.records import (
     BEAT_S,
     FAILED,
     LOG,
+    SUCCESSFUL,
     Attempt,
     Done,
     Flow,
@@ -45,11 +46,9 @@ from opsd.data.records import (
     aside,
     publish,
 )
+from opsd.exitcodes import is_full
 from opsd.words import first_line, with_remedy
 
-DONE: Final = "done"
-SUPERSEDED: Final = "superseded"
-"""How an attempt ends that has not failed; superseded is one that another attempt was faster than."""
 _COMPRESSED: Final = (".gz", ".zst", ".xz", ".bz2")
 _NO_TEXT: Final = "without text"
 _LASTING: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -208,9 +207,9 @@ class Textless:
 class Tasks:
     """Runs tasks of one stage in this process, one after the other."""
 
-    def __init__(self, stage: Stage, folder: StageFolder, cpus: int = 1) -> None:
+    def __init__(self, stage: Stage, folder: StageFolder) -> None:
         """Raises PipelineError if the pipeline is not the one that the stage was planned with."""
-        self._stage, self._folder, self._cpus = stage, folder, cpus
+        self._stage, self._folder = stage, folder
         plan = folder.plan
         if plan is None or [list(step) for step in stage.steps] != plan["steps"] or plan["tasks"] != stage.tasks:
             raise PipelineError(f"stage {stage.number} was changed while it runs: run `opsd data run` again")
@@ -219,12 +218,11 @@ class Tasks:
         self._readers: list[Textless] = []
         self._files = LocalFiles()
         self._files.inputs = tuple(f"{place}/" for place in stage.inputs if "://" not in place)
-        os.environ.setdefault("RAYON_NUM_THREADS", str(cpus))  # tokenizers take all cores otherwise
         same_bytes_at_any_time()
 
-    def run(self, rank: int, job: int = 0, array: str = "") -> Attempt:
-        """One attempt at a task. It ends with an outcome whatever the steps do. Raises OSError if none can be kept."""
-        attempt = Attempt(rank, self._plan, job=job, array=array, cpus=self._cpus)
+    def run(self, attempt: Attempt) -> Attempt:
+        """Make an attempt. It gets an outcome whatever the steps do. Raises OSError if none can be kept."""
+        rank = attempt.rank
         self._folder.note(attempt)
         staged = {place: str(aside(place, rank, attempt.token)) for place in self._stage.outputs}
         try:
@@ -234,7 +232,7 @@ class Tasks:
                     raise PipelineError("the stage was begun again while this attempt ran")
                 content = json.dumps(asdict(done)).encode()
                 is_first = durable.create(self._folder.record(rank), content)
-                attempt.outcome = DONE if is_first else SUPERSEDED
+                attempt.outcome = SUCCESSFUL[not is_first]
                 if is_first:
                     publish(done)
         except BaseException as error:
@@ -301,7 +299,7 @@ class Tasks:
     def _why(self, error: BaseException) -> str:
         if isinstance(error, PipelineError):
             return str(error)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        if isinstance(error, OSError) and (is_full(error.errno) or error.errno in (errno.EIO, errno.EROFS)):
             error.filename = error.filename or " or ".join(self._stage.outputs)
             return f"{with_remedy(error)} (`opsd incidents` on this node has the storage's)"
         if isinstance(error, MemoryError):

@@ -1,6 +1,6 @@
-"""``python -m opsd.data.worker FOLDER STAGE``: runs the tasks whose numbers come on standard input, a line for each.
+"""``python -m opsd.data.worker FOLDER STAGE``: makes the attempts at tasks that come on standard input, one in a line.
 
-Each line of standard output is the attempt at a task, as JSON. What the steps print goes to standard error.
+Each line of standard output is the same attempt as it ended, also as JSON. What the steps print goes to standard error.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.data.pipeline import PipelineError, load
-from opsd.data.records import RUN, StageFolder, read_json
+from opsd.data.records import RUN, Attempt, StageFolder, read_json
 
 _PR_SET_PDEATHSIG = 1
 
 
-def tasks_of(root: Path, number: int, cpus: int = 1) -> Any:
-    """What runs the tasks of a stage of the run in ``root``. Raises PipelineError."""
+def _tasks(root: Path, number: int) -> Any:
     about = read_json(root / RUN)
     if about is None:
         raise PipelineError(f"{root} is not the folder of a pipeline")
@@ -33,7 +32,7 @@ def tasks_of(root: Path, number: int, cpus: int = 1) -> Any:
         raise PipelineError(f"{about['pipeline']} has {len(stages)} stages, and no stage {number}: it was changed")
     from opsd.data.task import Tasks
 
-    return Tasks(stages[number - 1], StageFolder(root, number), cpus)
+    return Tasks(stages[number - 1], StageFolder(root, number))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,12 +42,12 @@ def main(arguments: Sequence[str]) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        tasks = tasks_of(Path(arguments[0]), int(arguments[1]))
+        tasks = _tasks(Path(arguments[0]), int(arguments[1]))
     except PipelineError as error:
         print(json.dumps({"refused": str(error)}), file=answers)
         return exitcodes.USAGE
     for line in sys.stdin:
-        print(json.dumps(asdict(tasks.run(int(line)))), file=answers)
+        print(json.dumps(asdict(tasks.run(Attempt(**json.loads(line))))), file=answers)
     return exitcodes.OK
 
 

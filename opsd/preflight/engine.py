@@ -22,6 +22,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from opsd import __version__
+from opsd.files import oom_kills
 from opsd.preflight.base import (
     Check,
     Context,
@@ -229,7 +230,7 @@ async def supervise(
     the current folder (-P), which may be a user's while this is root.
     """
     assert check.run is not None
-    ooms = _oom_kills(context.proc)
+    ooms = oom_kills(context.proc)
     with open(log, "wb") as output:
         process = await asyncio.create_subprocess_exec(
             python, "-P", "-m", "opsd.preflight.worker", f"{check.run.__module__}:{check.run.__qualname__}",
@@ -246,7 +247,7 @@ async def supervise(
         raise CouldNotRunError(f"it did not finish within {deadline_s:.0f} s{_last_line(log)}") from None
     finally:
         await _end(process)
-    raise CouldNotRunError(_death(exit_code, _oom_kills(context.proc) > ooms, log))
+    raise CouldNotRunError(_death(exit_code, oom_kills(context.proc) > ooms, log))
 
 
 async def _converse(process: asyncio.subprocess.Process, context: Context, progress: Progress) -> Outcome | None:
@@ -298,15 +299,6 @@ def _death(exit_code: int, out_of_memory: bool, log: Path) -> str:
     if exit_code == -signal.SIGKILL and out_of_memory:
         return "the kernel's out-of-memory killer ended it; free memory on the node or lower the load of other jobs"
     return f"it was killed by {name}{_last_line(log)}"
-
-
-def _oom_kills(proc: str) -> int:
-    """Processes killed by the kernel's out-of-memory killer since boot; 0 if the kernel does not count them."""
-    with contextlib.suppress(OSError):
-        for line in Path(proc, "vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 def _last_line(log: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opsd.data.pipeline import Stage, load
-from opsd.data.records import StageFolder
+from opsd.data.records import Attempt, StageFolder
 from opsd.data.run import Run, Tries
 from opsd.data.task import Tasks
 
@@ -72,7 +72,7 @@ class Here:
         tasks = Tasks(stage, folder)
         for rank in ranks:
             self.ran.append((stage.number, rank))
-            attempt = tasks.run(rank)
+            attempt = tasks.run(Attempt(rank))
             if attempt.outcome == "failed":
                 tries.ended(attempt)
         self._after()

@@ -96,7 +96,7 @@ class Queue(FakeSlurm):
         self.tries[ranks[0]] += 1
         self.at_once[ranks[0]] += 1
         assert self.at_once[ranks[0]] == 1, "a task runs twice at once"
-        attempt = Attempt(ranks[0], "", host=host, job=number, array=name[10:], began=self.clock.wall())
+        attempt = Attempt(ranks[0], host=host, job=number, array=name[10:], began=self.clock.wall())
         self.folder.note(attempt)
         self.running[number] = (name, ranks, attempt)
 

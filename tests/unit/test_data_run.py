@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -440,9 +439,9 @@ def test_two_attempts_at_once_write_one_result(tmp_path: Path) -> None:
         def run(self, stage: Any, folder: StageFolder, ranks: Any, tell: Any) -> None:
             tasks = Tasks(stage, folder)
             for rank in ranks:
-                outcomes.append(tasks.run(rank).outcome)
+                outcomes.append(tasks.run(Attempt(rank)).outcome)
                 before = contents(tmp_path / "kept")
-                outcomes.append(tasks.run(rank).outcome)
+                outcomes.append(tasks.run(Attempt(rank)).outcome)
                 assert contents(tmp_path / "kept") == before
 
     assert run_here(file, Twice())
@@ -460,7 +459,7 @@ def test_an_attempt_of_an_earlier_plan_changes_nothing(tmp_path: Path) -> None:
 
     def go_on(number: int) -> None:
         if number == 1:
-            outcomes.append(late.run(0).why)
+            outcomes.append(late.run(Attempt(0)).why)
 
     assert run_here(file, Here(go_on), redo=True)
     assert outcomes == ["the stage was begun again while this attempt ran"]
@@ -608,7 +607,7 @@ def test_the_same_error_twice_in_a_row_ends_a_task(errors: list[str | None], tol
     said: list[str] = []
     tries = Tries(say=said.append)
     for error in errors:
-        attempt = Attempt(1, "", outcome="" if error is None else "failed", error=error or "")
+        attempt = Attempt(1, outcome="" if error is None else "failed", error=error or "")
         if not tries.ended(attempt):
             break
     assert len(tries.tried[1]) == told
@@ -618,7 +617,7 @@ def test_what_may_pass_is_waited_for() -> None:
     """Longer each time; other attempts follow at once."""
     tries, pauses = Tries(), list[float]()
     for outcome, error in [("", ""), ("failed", ""), ("failed", "TypeError"), ("failed", ""), ("", ""), ("failed", "")]:
-        tries.ended(Attempt(1, "", outcome=outcome, error=error))
+        tries.ended(Attempt(1, outcome=outcome, error=error))
         pauses.append(tries.pause(1))
     assert pauses == [0, 1, 0, 25, 0, 25]
 
@@ -628,8 +627,8 @@ def test_the_same_error_of_many_tasks_is_told_a_few_times() -> None:
     said: list[str] = []
     tries = Tries(say=said.append)
     for rank in range(300):
-        tries.ended(Attempt(rank, "", outcome="failed", error="TypeError", why=f"file {rank}"))
-    tries.ended(Attempt(300, "", outcome="failed", error="ValueError", why="other"))
+        tries.ended(Attempt(rank, outcome="failed", error="TypeError", why=f"file {rank}"))
+    tries.ended(Attempt(300, outcome="failed", error="ValueError", why="other"))
     assert len(said) == 7
     assert (said[5], "other" in said[6]) == ("tasks that fail like this are not told any more", True)
 
