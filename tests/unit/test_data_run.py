@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from opsd.data.pipeline import PipelineError, load
 from opsd.data.records import Attempt, Flow, StageFolder
-from opsd.data.run import Tries
+from opsd.data.run import Run, Tries
 from opsd.data.status import status
 from opsd.data.task import Meter, Tasks, lasting
 from tests.fakes.pipelines import PIPELINE, Here, contents, make_pipeline, make_raw, run_here
@@ -620,6 +620,16 @@ def test_what_may_pass_is_waited_for() -> None:
         tries.ended(Attempt(1, outcome=outcome, error=error))
         pauses.append(tries.pause(1))
     assert pauses == [0, 1, 0, 25, 0, 25]
+
+
+@pytest.mark.parametrize(("name", "full"), [("ENOSPC", True), ("EDQUOT", True), ("EIO", False)])
+def test_a_quota_is_a_disk_that_may_be_full(tmp_path: Path, name: str, full: bool) -> None:
+    """The command ends with the exit code of a full disk; the reason has the folder, and what to do."""
+    step = f"def fail(documents, rank=0, world_size=1):\n    raise OSError({getattr(errno, name)}, '{name}')\n"
+    file, said = make_pipeline(tmp_path, step + PIPELINE.replace("LambdaFilter(is_long)", "fail")), list[str]()
+    run = Run(file, file.with_suffix(""), load(file), Here(), said.append)
+    assert (run.run(), run.full) == (False, full)
+    assert f"{tmp_path}/kept: {name}; " in said[-1]
 
 
 def test_the_same_error_of_many_tasks_is_told_a_few_times() -> None:
