@@ -124,6 +124,7 @@ class Done:
 class Attempt:
     """One try at a task. ``seen`` is when it was last known to live, ``outcome`` is "" while it runs or if it was lost.
 
+    ``why`` is in words how one that was not successful has ended, "" if that is not known.
     ``error`` is what has ended it, if that may well come again: not for a full disk, which ``errno`` names.
     """
 

@@ -30,7 +30,8 @@ def status(root: Path) -> dict[str, Any]:
 def _stage(folder: StageFolder) -> dict[str, Any]:
     plan, records, attempts = folder.plan or {"tasks": 0, "steps": []}, folder.records(), folder.attempts()
     finished, useful = {record.rank for record in records}, {record.attempt for record in records}
-    running = [a for a in attempts if not a.outcome and a.rank not in finished and time.time() - a.seen < 6 * BEAT_S]
+    recent = time.time() - 6 * BEAT_S
+    running = [a for a in attempts if not (a.outcome or a.why) and a.rank not in finished and a.seen > recent]
     spent = {a.token: a.seconds * a.cpus / 3600 for a in attempts}
     files = [file for record in records for file in record.files]
     return {

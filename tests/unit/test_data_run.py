@@ -632,6 +632,18 @@ def test_a_quota_is_a_disk_that_may_be_full(tmp_path: Path, name: str, full: boo
     assert f"{tmp_path}/kept: {name}; " in said[-1]
 
 
+def test_an_attempt_without_memory_does_not_run_any_more(tmp_path: Path) -> None:
+    """It has no outcome, like one that runs or was lost a moment ago, but its end is known."""
+    file = make_pipeline(tmp_path)
+    run_here(file, said=[])
+    folder = StageFolder(tmp_path / "pipeline", 2)
+    for rank, why in ((0, ""), (1, "short of memory")):
+        folder.record(rank).unlink()
+        folder.note(Attempt(rank, why=why))
+    found = status(tmp_path / "pipeline")["stages"][1]
+    assert (found["running"], found["lost"]) == (1, 1)
+
+
 def test_the_same_error_of_many_tasks_is_told_a_few_times() -> None:
     """Another one is told all the same."""
     said: list[str] = []
