@@ -20,7 +20,6 @@ from opsd.collectors.base import (
     Event,
     Fact,
     Metric,
-    NoData,
     Plugin,
     RankFact,
     Reading,
@@ -95,12 +94,15 @@ class RanksCollector:
         )
         self.folders: tuple[str, ...] = ()
 
-    def collect(self) -> Reading | NoData:
-        """Read all runs. Raises OSError if the root cannot be read."""
+    def collect(self) -> Reading:
+        """Read all runs. Raises OSError if the root cannot be read.
+
+        Without a root there are no runs, and that is known: a run of before a boot is over.
+        """
         try:
             chosen = self.slots.look()
         except FileNotFoundError:
-            return NoData(f"no run has been started on this node: {self._root} does not exist")
+            chosen = ()
         known = self._runs
         self._runs = {one: known.get(one) or self._watch(*one) for one in chosen}
         self._allowance.begin(frozenset(owner for _, owner in chosen))

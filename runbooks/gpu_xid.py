@@ -23,6 +23,7 @@ from opsd.runbooks.lib.xids import (
     gpu_to_blame,
     program_to_blame,
     rank_at,
+    rank_struck,
 )
 
 ASKED = "opsd_gpu_recovery_action"
@@ -169,10 +170,10 @@ def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding
 
 
 def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, xids: Sequence[Event]) -> Finding:
-    rank = rank_at(view, gpu)
-    live = rank if rank is not None and rank.live else None
-    soft = action == RESTART or (rank is None and view.known("ranks"))
     at = xids[-1].at if xids else view.wall
+    rank = rank_struck(view, gpu, at)
+    live = now if (now := rank_at(view, gpu)) is not None and now.live else None
+    soft = action == RESTART or (rank is None and view.known("ranks"))
     asks = f"it calls for {action.replace('_', ' ')}: {_advice(action)}"
     return Finding(
         key=gpu.uuid or gpu.pci,

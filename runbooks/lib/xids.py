@@ -76,6 +76,15 @@ def rank_at(view: View, gpu: Gpu) -> RankFact | None:
     return max(ranks, key=lambda rank: (rank.live, rank.generation), default=None)
 
 
+def rank_struck(view: View, gpu: Gpu, second: float) -> RankFact | None:
+    """The rank that worked on the GPU at the wall second ``second``; the one of now if this node saw none then.
+
+    The rank that an Xid ends is often gone when the Xid is read, and its successor not there yet.
+    """
+    then = (rank for rank in view.ranks_then(second) if gpu.index is not None and rank.gpu == gpu.index)
+    return next(then, None) or rank_at(view, gpu)
+
+
 def by_address(events: Iterable[Event]) -> dict[str, list[Event]]:
     """The Xids of each GPU by its PCI address, in their order.
 
@@ -120,7 +129,7 @@ def gpu_to_blame(view: View, gpu: Gpu, code: int, events: Sequence[Event]) -> bo
         return too_often([event for event in own if text(event.data, "action") not in HARMLESS], code)
     if len({text(event.data, "process") for event in own} - {""}) > 1:
         return too_often(own, code)
-    rank = rank_at(view, gpu)
+    rank = rank_struck(view, gpu, own[-1].at)
     if rank is None or all(other.gpu in (None, gpu.index) for other in ranks_of(view, rank.run)):
         return False
     of_rank = [event for event in own if integer(event.data, "pid") == rank.pid or _exits(view, rank, [event])]
@@ -137,7 +146,7 @@ def program_to_blame(view: View, gpu: Gpu, code: int, xids: Mapping[str, Sequenc
     if elsewhere is not None:
         return f"Xid {code} came on {gpu_at(view, elsewhere)} too", 0.85
     own = [event for event in xids[gpu.pci] if code_of(event) == code]
-    rank = rank_at(view, gpu)
+    rank = rank_struck(view, gpu, own[-1].at)
     exits = _own_exits(view, rank, own) if rank is not None else []
     steps = {integer(end.data, "step") for end in exits}
     if len(exits) > 1 and len(steps) == 1:

@@ -11,29 +11,30 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from opsd.agent.actions import Executor, Intended
 from opsd.agent.gather import Health, Source
 from opsd.agent.incident_manager import IncidentManager
 from opsd.agent.journal import Journal
-from opsd.agent.judge import Judge
+from opsd.agent.judge import BOOT_TIME, Judge
 from opsd.agent.kept_window import SAVE_S, pack, unpack
-from opsd.agent.lifecycle import Outcome
+from opsd.agent.lifecycle import UNPROVEN_S, Outcome
 from opsd.agent.logs import Log
-from opsd.agent.loop import Loop
+from opsd.agent.loop import CLOCK_STEP_S, Loop
 from opsd.agent.metrics import COLLECTOR_STATE
 from opsd.agent.window import Window
 from opsd.collectors import witnesses
-from opsd.collectors.base import Event, Reading, Sample
+from opsd.collectors.base import Event, Fact, GpuFact, Reading, Sample
 from opsd.commands.main import main
 from opsd.demo.scene import Scene
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Action, Incident
 from opsd.settings.policy import PolicySettings
-from tests.fakes.metamorphic import BLIND_S, LATE_S, over_within
+from tests.fakes.metamorphic import AFTER_S, BLIND_S, CLOCK, HOUR_S, LATE_S, over_within
 
 AWAY_S = 2.0
 """The time without an agent when it is started again."""
@@ -43,7 +44,7 @@ AWAY_S = 2.0
 class Tick:
     """A tick at the monotonic second ``now``: what each collector delivered, None for one that does not deliver.
 
-    The agent ``starts`` in this tick, with what the one before has kept until it was "stopped" or "killed".
+    The agent ``starts`` in this tick, with what the one before has kept until it was "stopped", "killed" or "booted".
     """
 
     now: float
@@ -100,20 +101,28 @@ class Played:
 
     def pages(self) -> Counter[str]:
         """How often people were told, by kind."""
-        return Counter(self.incidents[id].kind for id in self.told.elements())
+        return Counter(self.incidents[id].kind for id in self.told.elements() if id in self.incidents)
+
+    def only(self, which: Callable[[Incident], bool]) -> Played:
+        """The same with these incidents only."""
+        return replace(self, incidents={id: each for id, each in self.incidents.items() if which(each)})
 
 
 def play(ticks: Sequence[Tick]) -> Played:
     """Have the real window, judge and incident manager take in ``ticks``."""
-    played, saved = Played(), b""
+    played, saved, of_zero = Played(), b"", ticks[0].wall - ticks[0].now
     with tempfile.TemporaryDirectory(prefix="opsd-recorded-") as folder:
         journal, window, manager = _agent(Path(folder), played, ticks[0])
         for tick in ticks:
             if tick.starts:
-                journal.window(saved if tick.starts == "killed" else pack(window))
+                journal.window(pack(window) if tick.starts == "stopped" else saved)
                 journal.close()
                 played.incidents |= {each.id: each for each in (*manager.ended, *manager.current)}
                 journal, window, manager = _agent(Path(folder), played, tick)
+            step, of_zero = tick.wall - tick.now - of_zero, tick.wall - tick.now
+            if abs(step) > CLOCK_STEP_S:
+                window.clock_stepped(step)
+                manager.clock_stepped(step)
             window.begin(tick.now, tick.wall)
             for name, reading in tick.told.items():
                 if reading is None:
@@ -135,7 +144,8 @@ def _agent(folder: Path, played: Played, tick: Tick) -> tuple[Journal, Window, I
         if event["level"] == "error":
             played.errors.append(f"{event['event']}: {event.get('exception', '')}")
 
-    journal, log = Journal(folder, lambda _problem: None, boot="one"), Log(logged)
+    boot = "two" if tick.starts == "booted" else "one"
+    journal, log = Journal(folder, lambda _problem: None, boot=boot), Log(logged)
     manager = IncidentManager(
         Judge(RUNBOOKS, log, used_s=lambda: 0.0), _Executor(played.told), journal, log,
         policy=PolicySettings(mode="act", cooldown_s=2.0), started_at=tick.wall,
@@ -185,6 +195,75 @@ def blind(collector: str, ticks: Sequence[Tick], rng: random.Random) -> list[Tic
     return [*ticks[:at], *unseen, _with_events_of(ticks[at : until + 1], ticks[until], collector), *ticks[until + 1 :]]
 
 
+def run_ends(ticks: Sequence[Tick], rng: random.Random) -> list[Tick]:
+    """At some instant the run is over, as it is in the last tick; the agent goes on until nothing waits for a proof."""
+    at = _instant(ticks, rng)
+    over = {name: ticks[-1].told[name] for name in ("ranks", "nccl", "jobs")} | {"nvml": ticks[0].told["nvml"]}
+    return [*ticks[:at], *_afterwards(ticks[at], over)]
+
+
+def node_boots(ticks: Sequence[Tick], rng: random.Random) -> list[Tick]:
+    """At some instant the node is booted, which takes a minute; there is no run on it then."""
+    at = _instant(ticks, rng)
+    host, nvml = ticks[at].told["host"], ticks[0].told["nvml"]
+    assert host is not None
+    since_boot = (s for s in host.samples if s.metric.name != BOOT_TIME)
+    booted = next(Sample(s.metric, ticks[at].wall + 30.0) for s in host.samples if s.metric.name == BOOT_TIME)
+    told = {"ranks": Reading(), "nccl": None, "nvml": nvml, "host": replace(host, samples=(*since_boot, booted))}
+    first, *others = _afterwards(ticks[at], told, pause_s=60.0)
+    return [*ticks[:at], replace(first, starts="booted"), *others]
+
+
+def clock_steps(by_s: float, ticks: Sequence[Tick], rng: random.Random) -> list[Tick]:
+    """At some instant the wall clock is set; all that is told from then on is by the new one."""
+    at = _instant(ticks, rng)
+    return [*ticks[:at], *(_by_another_clock(tick, by_s) for tick in ticks[at:])]
+
+
+def _by_another_clock(tick: Tick, by_s: float) -> Tick:
+    told = {
+        name: reading
+        and replace(
+            reading,
+            samples=tuple(Sample(s.metric, _epoch(s.value, by_s), s.labels) for s in reading.samples),
+            events=tuple(replace(e, at=e.at + by_s, data=_moved(e.data, by_s)) for e in reading.events),
+            facts=tuple(
+                replace(fact, **_moved({each.name: getattr(fact, each.name) for each in fields(fact)}, by_s))
+                for fact in reading.facts
+            ),
+        )
+        for name, reading in tick.told.items()
+    }
+    return replace(tick, wall=tick.wall + by_s, told=told)
+
+
+def _moved(values: Mapping[str, Any], by_s: float) -> dict[str, Any]:
+    return {name: _epoch(value, by_s) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _epoch(value: float, by_s: float) -> float:
+    """``value``, moved if it is a second since 1970 of our days."""
+    return value + by_s if 1.5e9 < value < 3e9 else value
+
+
+def _afterwards(tick: Tick, told: Mapping[str, Reading | None], pause_s: float = 0.0) -> list[Tick]:
+    """Ticks without events after ``tick``, with what is ``told`` from then on, until nothing waits for a proof.
+
+    No process of the run is left on a GPU.
+    """
+    states = {name: Health.NO_DATA for name, reading in told.items() if reading is None}
+    quiet = {
+        name: reading and replace(reading, events=(), facts=tuple(map(_without_orphans, reading.facts)))
+        for name, reading in {**tick.told, **told, "agent": _stating(tick, states)}.items()
+    }
+    seconds = range(int(UNPROVEN_S + 2 * AFTER_S))
+    return [Tick(tick.now + pause_s + s, tick.wall + pause_s + s, quiet) for s in seconds]
+
+
+def _without_orphans(fact: Fact) -> Fact:
+    return replace(fact, orphans=()) if isinstance(fact, GpuFact) else fact
+
+
 def _instant(ticks: Sequence[Tick], rng: random.Random) -> int:
     """A tick after the ranks were seen, and early enough for what opens then to end."""
     return rng.randrange(15, len(ticks) - 40)
@@ -206,11 +285,20 @@ def _events(ticks: Sequence[Tick], collector: str) -> Iterator[Event]:
 
 
 def _without(collector: str, tick: Tick) -> Tick:
+    return replace(tick, told={**tick.told, collector: None, "agent": _stating(tick, {collector: Health.ERROR})})
+
+
+def _stating(tick: Tick, states: Mapping[str, Health]) -> Reading:
+    """What the agent says of itself in ``tick``, with these states of collectors."""
     agent = tick.told["agent"]
     assert agent is not None
-    others = (s for s in agent.samples if s.metric != COLLECTOR_STATE or s.labels[0] != collector)
-    states = (Sample(COLLECTOR_STATE, float(state is Health.ERROR), (collector, state.value)) for state in Health)
-    return replace(tick, told={**tick.told, collector: None, "agent": Reading((*others, *states))})
+    others = (s for s in agent.samples if s.metric != COLLECTOR_STATE or s.labels[0] not in states)
+    changed = (
+        Sample(COLLECTOR_STATE, float(state is each), (name, each.value))
+        for name, state in states.items()
+        for each in Health
+    )
+    return Reading((*others, *changed))
 
 
 CHANGES: Mapping[str, Change] = {
@@ -218,15 +306,37 @@ CHANGES: Mapping[str, Change] = {
     "agent killed": partial(starts_again, "killed"),
     "events twice": events_twice,
     "events late": events_late,
+    "run ends": run_ends,
+    "node boots": node_boots,
+    "clock an hour ahead": partial(clock_steps, HOUR_S),
+    "clock an hour back": partial(clock_steps, -HOUR_S),
     **{f"{name} blind": partial(blind, name) for name in ("ranks", "nvml", "kmsg", "host")},
 }
 
 
 UNSEEN_S: Mapping[str, float] = {
     **dict.fromkeys(CHANGES, 0.0), "agent stopped": AWAY_S + 8.0, "agent killed": AWAY_S + 8.0,
-    "events late": LATE_S, "ranks blind": BLIND_S,
+    "events late": LATE_S, "ranks blind": BLIND_S, "node boots": 60.0,
 }  # fmt: skip
 """So long the changed agent sees nothing. One that starts looks at some things for several seconds before it judges."""
+
+
+def compared(name: str, plain: Played, ticks: Sequence[Tick], changed: Sequence[Tick]) -> list[str]:
+    """Play what ``name`` has ``changed``: the differences that matter to ``plain``, see ``differences``.
+
+    Of a stream that ends earlier counts what had opened until then. A step of the clock is an incident of its own.
+    """
+    other = play(changed)
+    if name in ENDS:
+        at = next(before.wall for before, after in zip(ticks, changed, strict=False) if before is not after)
+        plain = plain.only(lambda each: each.opened_at < at)
+    if name.startswith("clock"):
+        other = other.only(lambda each: each.kind not in CLOCK)
+    return differences(name, plain, other)
+
+
+ENDS = ("run ends", "node boots")
+"""Changes after which the rest of the stream is not played."""
 
 
 def differences(name: str, plain: Played, other: Played) -> list[str]:

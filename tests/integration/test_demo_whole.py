@@ -12,7 +12,7 @@ import pytest
 
 from opsd.agent.journal import Journal
 from opsd.commands.checkout import ROOT
-from tests.fakes.recorded import CHANGES, differences, incidents_of, play, read
+from tests.fakes.recorded import CHANGES, compared, incidents_of, play, read
 
 SEEDS = 6
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def test_the_demo_passes_and_its_stream_is_judged_alike_however_it_comes(tmp_path: Path) -> None:
-    """With simulated GPUs where there are no real ones. The agent is stopped, killed, blind, or told late and twice."""
+    """With simulated GPUs where there are no real ones. Each change of ``CHANGES`` is made at random instants."""
     report, stream = tmp_path / "report.json", tmp_path / "stream"
     demo = ["opsd", "demo", "--dir", str(tmp_path / "demo"), "--json", str(report)]
     command = [sys.executable, "-m", "tests.fakes.recorded", str(stream), *demo]
@@ -38,6 +38,6 @@ def test_the_demo_passes_and_its_stream_is_judged_alike_however_it_comes(tmp_pat
         (name, seed): different
         for name, change in CHANGES.items()
         for seed in range(SEEDS)
-        if (different := differences(name, plain, play(change(ticks, random.Random(seed)))))
+        if (different := compared(name, plain, ticks, change(ticks, random.Random(seed))))
     }
     assert found == {}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from opsd.agent.window import MAX_ENDED, SLACK_S, Holders, Window
-from opsd.collectors.base import Event, Reading
+from opsd.collectors.base import Event, GpuFact, Reading
 from opsd.runbooks import RUNBOOKS
 from tests.fakes.facts import rank
 
@@ -87,3 +87,17 @@ def test_evidence_that_is_read_late_names_the_gpu_of_its_time(kind):
     window.add("ranks", Reading(events=(event,), facts=(rank(3),)))
     book = next(book for book in RUNBOOKS if book.kind == kind)
     assert [(found.culprit.gpu, found.culprit.rank) for found in book.detect(window)] == [(5, 2)]
+
+
+def test_an_xid_names_the_rank_that_it_has_ended():
+    """It is read when that rank is gone and its successor has no page yet, or another run has the GPU."""
+    window = Window("node", seconds=600)
+    gpu = GpuFact(5, "GPU-5", "00000000:5A:00.0", "H100")
+    window.begin(0.0, T0)
+    window.add("ranks", Reading(facts=(replace(RANK, gpu=5),)))
+    xid = Event("xid", T0 + 1.0, "Xid 94", {"code": 94, "pci_bus_id": gpu.pci_bus_id, "action": "restart_app"})
+    window.begin(8.0, T0 + 8)
+    window.add("ranks", Reading(facts=(replace(RANK, gpu=5, run="next", job="1", rank=0),)))
+    window.add("nvml", Reading(events=(xid,), facts=(gpu,)))
+    book = next(book for book in RUNBOOKS if book.kind == "gpu_xid")
+    assert [(found.culprit.gpu, found.culprit.rank, found.job) for found in book.detect(window)] == [(5, 2, "4242")]

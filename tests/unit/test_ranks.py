@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from opsd import client, rank_page
-from opsd.collectors.base import NoData, RankFact, Reading
+from opsd.collectors.base import RankFact, Reading
 from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.rank_series import PhaseTotals, tokens_per_second
 from opsd.collectors.lib.run_files import RUN_STATES
@@ -245,9 +245,9 @@ def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollecto
     assert told_of("r1", read(collector)) == []
 
 
-def test_without_the_root_there_is_no_data(tmp_path: Path) -> None:
-    """No run has ever been started: neither healthy nor an error."""
-    assert isinstance(RanksCollector(tmp_path / "none").collect(), NoData)
+def test_without_the_root_there_is_no_run(tmp_path: Path) -> None:
+    """That is known, and not unknown: a crash of before the node was booted would stay open until the next run."""
+    assert RanksCollector(tmp_path / "none").collect().facts == ()
 
 
 def test_phase_totals_go_on_through_a_restart_and_make_up_for_steps_not_seen() -> None:
