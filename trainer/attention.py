@@ -2,7 +2,7 @@
 
 Three kernels give the same numbers. ``sdpa`` takes a mask and runs everywhere. ``varlen`` is FlashAttention over
 concatenated documents and computes nothing that the mask would hide. ``flex`` skips hidden blocks and also supports
-context parallelism. The last two need a GPU.
+context parallelism. The last two need a GPU, and for bfloat16 one of compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Cache:
         return Cache(dict(self._kept), self.length)
 
 
+FAST_KERNELS: Final = (8, 0)
+"""The least compute capability of a GPU (A100) that has FlashAttention, and bfloat16 in FlexAttention's kernel."""
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None if each rank has whole ones."""
 
@@ -143,6 +145,8 @@ def kernel_for(settings: ModelSettings, device: torch.device, context: Context) 
     if settings.attention != "auto":
         return settings.attention
     if device.type != "cuda" or (context is None and settings.dtype == "float32"):
+        return "sdpa"
+    if torch.cuda.get_device_capability(device) < FAST_KERNELS:
         return "sdpa"
     return "varlen" if context is None and not settings.attention_softcap else "flex"
 

@@ -181,7 +181,10 @@ class ModelSettings(Section):
     llama3_turns: Annotated[tuple[float, float], Strict(False)] = (1.0, 4.0)
     """Channels with fewer turns than the first in ``llama3_positions`` are slowed, with more than the second kept."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
-    """Kernel; auto is sdpa on the CPU and for float32, varlen on a GPU, and flex there with context parallelism."""
+    """Kernel; auto is varlen on a GPU, flex there with context parallelism, and sdpa wherever these do not run.
+
+    That is on the CPU, for float32, and on a GPU of a compute capability below 8.0.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters, gradients and optimiser state are float32."""
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from opsd import pip_install
+from opsd.trainer.attention import FAST_KERNELS
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.experts import GroupedLinear, Networks
 from opsd.trainer.latent_attention import LatentAttention
@@ -56,7 +57,7 @@ _KEPT = {
 """Operations whose results selective recomputation keeps: those expensive to compute or communicate again."""
 
 
-_LEAST: Final = {"flex": (0, 0), "varlen": (8, 0), "fp8": (8, 9)}
+_LEAST: Final = {"flex": (0, 0), "varlen": FAST_KERNELS, "fp8": (8, 9)}
 """The compute capability of a GPU that has the kernels; 8.0 is A100, 8.9 is L40, 9.0 is H100."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -110,13 +112,21 @@ def test_flex_attention_is_attention(window: int, softcap: float, values: int) -
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "kernel"),
-    [("cpu", "bfloat16", "sdpa"), ("cuda", "bfloat16", "varlen"), ("cuda", "float32", "sdpa")],
-)
-def test_the_kernel_can_compute_in_the_type(device: str, dtype: str, kernel: str) -> None:
-    """FlashAttention has no float32, which is the default type; a wish is granted whatever it is."""
-    wanted = SETTINGS.model_copy(update={"dtype": dtype})
-    assert kernel_for(wanted, torch.device(device), None) == kernel
+    ("device", "capability", "ranks", "dtype", "kernel"),
+    [
+        ("cpu", (0, 0), 1, "bfloat16", "sdpa"), ("cuda", (8, 0), 1, "bfloat16", "varlen"),
+        ("cuda", (9, 0), 1, "float32", "sdpa"), ("cuda", (8, 0), 2, "bfloat16", "flex"),
+        ("cuda", (7, 5), 1, "bfloat16", "sdpa"), ("cuda", (7, 0), 2, "bfloat16", "sdpa"),
+        ("cuda", (7, 5), 2, "float32", "sdpa"),
+    ],
+)  # fmt: skip
+def test_the_kernel_runs_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], ranks: int, dtype: str, kernel: str
+) -> None:
+    """FlashAttention has no float32, which is the default type, and no GPU before A100; a wish is granted."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    wanted, context = SETTINGS.model_copy(update={"dtype": dtype}), None if ranks == 1 else cast(Any, Ranks(0, ranks))
+    assert kernel_for(wanted, torch.device(device), context) == kernel
     assert kernel_for(wanted.model_copy(update={"attention": "flex"}), torch.device(device), None) == "flex"
 
 
