@@ -91,8 +91,8 @@ def scrape(port: int) -> str | None:
 
 
 def series(page: str) -> dict[str, float]:
-    """Value of each series by its text, labels included."""
-    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    """Value of each series by its text, labels included; an exemplar is no part of it."""
+    lines = (line.partition(" # ")[0].rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
