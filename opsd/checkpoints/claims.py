@@ -131,7 +131,8 @@ EXIT_FENCED = 76
 """Exit code of a rank whose generation is superseded when it starts."""
 MAX_BYTES = 8 << 20
 """A claim of 10,000 launchers has about one million."""
-_ROOM, _ROOM_BYTES = ".room", 128 << 10
+_ROOMS, _ROOM_BYTES = tuple(f".room-{number}" for number in range(6)), 128 << 10
+"""Files that hold space, and inodes, for the claims of a run whose disk or quota becomes full: one or more a claim."""
 _NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors for a user who may read and not write; a full disk is another one."""
 _POLL_S = 1.0
@@ -202,12 +203,13 @@ def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
     with _explained(claims, f"generation {claim.number} cannot be claimed"):
         _make(claims)
         content = _encode(claim)
-        try:
-            put(content, claims / _name(claim.number), link)
-        except OSError as error:
-            if not is_full(error.errno) or not _give_room(claims):
-                raise
-            put(content, claims / _name(claim.number), link)
+        while True:
+            try:
+                put(content, claims / _name(claim.number), link)
+                break
+            except OSError as error:
+                if not is_full(error.errno) or not _give_room(claims):
+                    raise
         found = _claims(claims)
         if max(found, default=0) != claim.number:
             return False
@@ -219,25 +221,29 @@ def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
 
 
 def _keep_room(claims: Path) -> None:
-    """Reserve space for the next claim: the end of a run whose last checkpoint has filled the disk, for instance."""
-    room = claims / _ROOM
-    try:
-        with open(room, "xb") as file:
-            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
-    except FileExistsError:
-        pass
-    except OSError:
-        with suppress(OSError):
-            room.unlink()
+    """Reserve space for the next claims: the end of a run whose last checkpoint has filled the disk, for instance.
+
+    What is given back for one may be gone at once, as other files are written too.
+    """
+    for name in sorted(set(_ROOMS).difference(path.name for path in claims.iterdir())):
+        try:
+            with open(claims / name, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+        except FileExistsError:
+            continue
+        except OSError:
+            with suppress(OSError):
+                (claims / name).unlink()
+            return
 
 
 def _give_room(claims: Path) -> bool:
-    """Free the reserved space; returns whether there was any."""
-    try:
-        (claims / _ROOM).unlink()
-    except OSError:
-        return False
-    return True
+    """Free a part of the reserved space; returns whether there was any."""
+    for name in _ROOMS:
+        with suppress(FileNotFoundError):
+            (claims / name).unlink()
+            return True
+    return False
 
 
 def newest(folder: Path) -> Claim | None:

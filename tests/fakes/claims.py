@@ -22,7 +22,7 @@ def place_of(folder: Path, number: int) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / FOLDER).iterdir() if path.name != ".room")
+    return sorted(path.name for path in (folder / FOLDER).iterdir() if not path.name.startswith(".room"))
 
 
 def run(*command: object) -> str:
