@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypedDict
 
+from opsd import exitcodes
 from opsd.durable import Unproved, make_folder
 from opsd.rank_page import process_runs
 
@@ -107,7 +108,8 @@ class RunFolders:
         """Make the folders of ``run``, in memory below ``shared``.
 
         ``logs`` is a folder for the logs of many runs. ``alone``: nobody else looks for the run by its name, so that it
-        may have the next free one, NAME-2. Raises RunError if another launcher has the run or a folder cannot be made.
+        may have the next free one, NAME-2. Raises RunError if another launcher has the run or a folder cannot be made,
+        and OSError if the disk or the quota is full.
         """
         try:
             _make_shared_root(shared)
@@ -119,6 +121,8 @@ class RunFolders:
             for path in (folders.logs, folders.stacks, folder / RECORDER):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            if exitcodes.is_full(error.errno):
+                raise
             raise RunError(f"the run's folder {error.filename} cannot be made: {error.strerror}") from error
         return folders
 

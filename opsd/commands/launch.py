@@ -162,6 +162,8 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     except RunError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
+        if exitcodes.is_full(error.errno):
+            raise
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
     settings = settings_of(found, folders.run, node, options)
     return _begin(settings, folders, events, options)

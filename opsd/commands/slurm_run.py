@@ -6,7 +6,6 @@ import os
 import secrets
 import shlex
 import stat
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from opsd.checkpoints.claims import ClaimError
 from opsd.commands.launch_options import NOTIFY
 from opsd.commands.options import Seconds, exit_codes, option
 from opsd.commands.slurm_attend import attend_command
+from opsd.launch.io.reporting import print_now
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.run.closing import RESUME
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
@@ -78,6 +78,7 @@ class _Separated(click.Command):
             2: "the command line is wrong",
             3: "interrupted",
             70: "the same failure came back",
+            74: "the disk or the quota of the run's folder is full",
             75: "the run should continue, but the job cannot be requeued",
             76: "another copy of the run has begun, or another job has the run",
         }
@@ -157,7 +158,7 @@ class Plan:
             needs = count.least if options["count"] else spares + 1
             raise click.UsageError(f"the job has {have} nodes, and {asked} needs {needs}; see #SBATCH --nodes")
         if spares > (spares := min(spares, have - count.least)):
-            _say(f"{spares} of {options['spares']} spares stand by: the job has {have} nodes")
+            print_now(f"{spares} of {options['spares']} spares stand by: the job has {have} nodes")
         wait = options["wait"] if options["wait"] is not None else WAIT_FOR_POOL_S if options["pool"] else 0.0
         try:
             given = options["command"]
@@ -187,14 +188,14 @@ def _details(job: int) -> tuple[JobDetails, dict[str, str]]:
     try:
         details = slurm.details(job)
     except SlurmError as error:
-        _say(f"what the job has on each node is not known, and its steps get what Slurm gives them: {error}")
+        print_now(f"what the job has on each node is not known, and its steps get what Slurm gives them: {error}")
         return JobDetails({}), {}
     script = None
     with suppress(SlurmError):
         script = slurm.script(job) if details.batch else None
     asked = of_job(details, script, os.environ)
     for sentence in broken(asked, job):
-        _say(sentence)
+        print_now(sentence)
     again = f"sbatch {details.command}" if details.command else "submit the job again"
     return details, {RESUME: again} if asked.requeue is False else {}
 
@@ -205,7 +206,8 @@ def _start(
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.UsageError(f"the run's folder {plan.folder} cannot be made: {error.strerror}") from error
+        print_now(f"the run's folder {plan.folder} cannot be made: {error.strerror}")
+        return exitcodes.of_error(error, exitcodes.USAGE)
     own = environ.get("SLURMD_NODENAME", "")
     told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1), BATCH: secrets.token_hex(4)}
     start = start_of_job(plan.run, told)
@@ -213,22 +215,18 @@ def _start(
         number = replaceable(plan.folder, start, known_jobs, take_over=take_over)
         told[REPLACES] = str(number)
     except RunOwnedError as error:
-        _say(str(error))
+        print_now(str(error))
         return exitcodes.FENCED
     except ClaimError as error:
-        _say(str(error.strerror))
-        return exitcodes.FAILED
-    batch = Batch(plan.folder, start, job, lambda: choose().slurm, plan.needs, say=_say)
+        print_now(str(error.strerror))
+        return exitcodes.of_error(error)
+    batch = Batch(plan.folder, start, job, lambda: choose().slurm, plan.needs, say=print_now)
     batch.listen()
     try:
         return batch.run(Steps(commands, told))
     except FileNotFoundError as error:
-        _say(f"{error.filename} cannot be run: {error.strerror}")
+        print_now(f"{error.filename} cannot be run: {error.strerror}")
         return exitcodes.USAGE
-
-
-def _say(sentence: str) -> None:
-    print(f"opsd: {sentence}", file=sys.stderr, flush=True)
 
 
 def _output(descriptor: int) -> str:

@@ -238,13 +238,17 @@ def test_a_folder_that_can_never_be_used_again_ends_the_run(
     assert follower.node.left == (why if ends else None)
 
 
-def test_a_run_does_not_begin_in_a_folder_that_cannot_be_used() -> None:
-    """Said at once."""
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(errno.EROFS, exitcodes.FAILED), (errno.ENOSPC, exitcodes.NO_SPACE), (errno.EDQUOT, exitcodes.NO_SPACE)],
+)
+def test_a_run_does_not_begin_in_a_folder_that_cannot_be_used(error: int, code: int) -> None:
+    """Said at once: a full disk used to hold the nodes for half an hour."""
     follower = FollowerLauncher()
     follower.group.leader = None
-    follower.group.folder_error, follower.group.folder_silent_s = OSError(errno.EROFS, "Read-only file system"), 0.1
+    follower.group.folder_error, follower.group.folder_silent_s = OSError(error, os.strerror(error)), 0.1
     follower.loop.advance(1)
-    assert follower.node.left == (exitcodes.FAILED, "the run's folder cannot be used: Read-only file system")
+    assert follower.node.left == (code, f"the run's folder cannot be used: {os.strerror(error)}")
 
 
 def test_who_finds_nobody_leaves() -> None:

@@ -277,12 +277,14 @@ def test_who_is_notified_stands_on_no_command_line() -> None:
         ("n[1-5]", ("--spares=1",), ("4", "1")),
     ],
 )
-def test_nodes_that_train_come_before_spares(nodes: str, options: tuple[str, ...], told: tuple[str, str]) -> None:
+def test_nodes_that_train_come_before_spares(
+    nodes: str, options: tuple[str, ...], told: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     """A job of 4 to 5 nodes that was given 4 has no spare, and trains on 4 all the same."""
     done = dry_run(nodes, *options)
     words = done.stdout.splitlines()[0].split()
     assert (words[words.index("--nnodes") + 1], words[words.index("--spares") + 1]) == told
-    assert ("spares stand by: the job has 4 nodes" in done.stderr) == (nodes == "n[1-4]")
+    assert ("spares stand by: the job has 4 nodes" in capfd.readouterr().err) == (nodes == "n[1-4]")
 
 
 @pytest.mark.parametrize(

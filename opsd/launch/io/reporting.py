@@ -97,7 +97,7 @@ def print_message(text: str, *, tone: Tone = "") -> None:
 
     On a terminal the first line is coloured by its ``tone``.
     """
-    _messages.put(lambda: _print(text, tone))
+    _messages.put(lambda: print_now(text, tone))
 
 
 def flush(timeout_s: float = FLUSH_S) -> None:
@@ -117,7 +117,8 @@ def write_all(descriptor: int, data: bytes | bytearray) -> None:
             room.poll()
 
 
-def _print(text: str, tone: Tone = "") -> None:
+def print_now(text: str, tone: Tone = "") -> None:
+    """The same at once. What cannot be written is lost: a full disk must not end what the text tells of."""
     with contextlib.suppress(OSError):
         first, newline, rest = text.partition("\n")
         if tone and takes_color(_STDERR):
@@ -131,7 +132,7 @@ def takes_color(descriptor: int) -> bool:
 
 
 def _missed(count: int) -> None:
-    _print(f"{count} messages are not shown here: nobody read them in time")
+    print_now(f"{count} messages are not shown here: nobody read them in time")
 
 
 _messages = WorkQueue("messages", missed=_missed)

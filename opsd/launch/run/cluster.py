@@ -413,17 +413,22 @@ class IsolationTimeouts:
             self._shutdown.leave(exitcodes.FAILED, why)
 
     def _watch_folder(self) -> None:
-        """Running ranks need no folder; a pause delays a recovery, a lasting error ends the launcher."""
+        """Running ranks need no folder; a pause delays a recovery, a lasting error ends the launcher.
+
+        So does a full disk where nothing is lost: before the run has begun.
+        """
         led = self._group.leader not in (None, self._group.own.name)
         well = not self._group.replacing and (self._node.generation.running or (led and not self._change.between))
         self._unwell_s = 0.0 if well else self._unwell_s + WATCH_S
         error = self._group.folder_error
         lasting = error is not None and error.errno in LASTING
         unbegun = self._change.plan is None and not self._change.between
-        limit_s = 0.0 if lasting and unbegun else LASTING_S if lasting else SILENT_S
+        full = error is not None and exitcodes.is_full(error.errno)
+        limit_s = 0.0 if unbegun and (lasting or full) else LASTING_S if lasting else SILENT_S
         if min(self._group.folder_silent_s, self._unwell_s) > limit_s:
             why = (error.strerror or str(error)) if error is not None else f"no answer for {SILENT_S:g} s"
-            self._shutdown.finish(exitcodes.FAILED, f"the run's folder cannot be used: {why}")
+            code = exitcodes.FAILED if error is None else exitcodes.of_error(error)
+            self._shutdown.finish(code, f"the run's folder cannot be used: {why}")
 
     def leader_lost(self) -> None:
         """There is no leader; wait for another one, once the run has begun."""
