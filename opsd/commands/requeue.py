@@ -5,8 +5,8 @@ from __future__ import annotations
 import getpass
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 
 import click
 
@@ -82,7 +82,11 @@ def requeue(
     failed, as by a prolog, is released once.
     """
     slurm, without = choose().slurm, ExcludedNodes(lost, unfit, reason)
-    say = partial(click.echo, err=as_json)
+
+    def say(sentence: str) -> None:
+        with suppress(OSError):  # a full disk below the output must not keep the job from its restart
+            click.echo(sentence, err=as_json)
+
     try:
         if dry_run:
             would = preview(slurm, job, without, getpass.getuser())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 
 from opsd import exitcodes
 from opsd.commands.options import option
+from opsd.launch.io.reporting import print_now
 from opsd.launch.io.run_log import tell
 from opsd.launch.run.launchers import BATCH
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
@@ -63,11 +63,13 @@ def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_spa
 
 def pool_options(pool: str, job: Allocation) -> tuple[str, ...]:
     """The sbatch options for ``pool``: a partition, ``reservation:NAME``, or ``same``."""
-    account = (f"--account={job.account}",) if job.account else ()
     kind, _, name = pool.rpartition(":")
+    qos = (f"--qos={job.qos}",) if job.qos else ()
     if kind == "reservation":
-        return (f"--reservation={name}", *job.same_queue)
-    return (f"--partition={job.partition if pool == 'same' else pool}", *account)
+        return (f"--reservation={name}", *job.same_queue, *qos)
+    if pool == "same":
+        return (*job.same_queue, *qos)
+    return (f"--partition={pool}", *([f"--account={job.account}"] if job.account else []))
 
 
 def run_detached(requester: SpareRequester) -> None:
@@ -101,4 +103,4 @@ def _say(folder: Path, sentence: str) -> None:
     try:
         tell(folder, sentence)
     except OSError:
-        print(f"opsd: {sentence}", file=sys.stderr, flush=True)
+        print_now(sentence)

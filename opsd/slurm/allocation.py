@@ -25,6 +25,7 @@ class Allocation:
     restarts: int
     partition: str
     account: str
+    qos: str = ""
 
     @property
     def same_queue(self) -> tuple[str, ...]:
@@ -57,6 +58,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
         restarts=_number(environ, "SLURM_RESTART_COUNT"),
         partition=environ.get("SLURM_JOB_PARTITION", ""),
         account=environ.get("SLURM_JOB_ACCOUNT", ""),
+        qos=environ.get("SLURM_JOB_QOS", ""),
     )
 
 

@@ -24,7 +24,7 @@ from opsd.checkpoints.claims import ClaimError
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.requeue import ExcludedNodes, is_stopping
-from opsd.slurm.requeue_helper import requeue_from_inside
+from opsd.slurm.requeue_helper import cancel_helpers, requeue_from_inside
 from opsd.slurm.run_outcome import (
     DEFAULT_MAX_STOPPED_STARTS,
     MAX_SILENT_STARTS,
@@ -95,6 +95,9 @@ class Batch:
     def run(self, steps: Steps) -> int:
         """Return the exit code of the batch script once the run is over and Slurm has been told what to do."""
         self.steps = steps
+        if self.job.restarts:
+            with suppress(SlurmError):
+                cancel_helpers(self.slurm(), self.job.job)
         while (end := self._look()) is None:
             self._forward_signals()
             self.sleep(POLL_S)

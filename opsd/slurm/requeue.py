@@ -419,7 +419,7 @@ _HOLDS = (
 
 _NEVER = re.compile(
     r"(QOS|Assoc)(\w*PerJob|Min|\w*Wall|NotAllowed)|Partition(NodeLimit|TimeLimit|Config|Down|Inactive)|BadConstraints"
-    r"|DependencyNeverSatisfied|JobHeld|Invalid|AccountNotAllowed|DeadLine|MaxMemPerLimit|ReservationDeleted"
+    r"|DependencyNeverSatisfied|JobHeld|Invalid|Job.s.QOS.not.permitted|AccountNotAllowed|DeadLine|MaxMemPerLimit|ReservationDeleted"
 )
 """Not a limit on what several jobs have together: the end of one of them makes room."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
-from opsd.slurm.port import Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import (
     LIMIT_S,
     POLL_S,
@@ -32,7 +32,7 @@ from opsd.slurm.requeue import (
     never_starts,
     requeue_now,
 )
-from opsd.slurm.spare_jobs import cancel_spares
+from opsd.slurm.spare_jobs import cancel_spares, output_to
 
 OPSD = (sys.executable, "-P", "-m", "opsd")
 DEFER_S = 30.0
@@ -43,6 +43,11 @@ LOOK_AGAIN_S = 30.0
 """After the end of the helper, once any scheduler has tried to start the job."""
 LOOK_WAITS_MIN = 60
 """For so many minutes the job that looks again waits for a processor; in a full cluster the other one runs by then."""
+LOOK_S = 1.0
+"""For how long the scheduler is waited for, who tells whether a helper may start."""
+_UNSEEN = ("", "None")
+_SOON = (*_UNSEEN, "Resources", "Priority")
+"""What a helper waits for that starts at the latest on what its job frees."""
 START_S = 4.0
 """How long a helper that has to do everything may take to start: a little more than batch_sched_delay."""
 
@@ -72,17 +77,18 @@ def requeue_from_inside(
     task = _Task(allocation.job, excluded, restarts, limit_s, tuple(command), log)
     script, options = task.submission(allocation, f"--lead={DEFER_S:g}", f"--log={log}")
 
-    def submit() -> int:
+    def submit() -> tuple[int, str]:
         _refuse_cancelled(slurm, allocation.job, restarts)
         if slurm.details(allocation.job).requeues is False:
             raise Refused(
                 f"job {allocation.job} has --no-requeue, or slurm.conf has JobRequeue=0; submit the job again"
             )
-        return _submit_where_it_runs(slurm, script, options)
+        return _submit_where_it_runs(slurm, script, options, allocation.qos, clock, sleep)
 
     try:
-        helper = _repeated(submit, limit_s, clock, sleep, say)
-        say(f"job {helper} will restart job {allocation.job} without delay")
+        helper, waits_for = _repeated(submit, limit_s, clock, sleep, say)
+        when = "without delay" if waits_for in _SOON else f"once Slurm starts it ({waits_for})"
+        say(f"job {helper} will restart job {allocation.job} {when}")
         has_helper = True
         batch_host_lost = any(job.batch_host in excluded.lost for job in slurm.jobs([allocation.job]))
         if batch_host_lost and _runs(slurm, helper, clock, sleep):
@@ -106,24 +112,56 @@ def requeue_from_inside(
     )
 
 
-def _submit_where_it_runs(slurm: Slurm, script: str, options: Sequence[str]) -> int:
-    """The id of a helper that Slurm may start in the queue of its job, or else in the cluster's default partition.
+def _submit_where_it_runs(
+    slurm: Slurm,
+    script: str,
+    options: tuple[str, ...],
+    qos: str,
+    clock: Callable[[], float],
+    sleep: Callable[[float], object],
+) -> tuple[int, str]:
+    """The id of a helper that Slurm may start, and what it waits for, "" if it runs.
 
-    Slurm takes jobs that exceed a limit of their partition or QOS, and never starts them; it says so at once. Raises
-    SlurmRejected if it starts in neither.
+    It is tried in the queue of its job, with the ``qos`` of that job as well, and in the cluster's default partition.
+    Slurm takes jobs that exceed a limit of their partition or QOS, and never starts them. Raises SlurmRejected if it
+    starts nowhere.
     """
-    anywhere = [option for option in options if not option.startswith("--partition=")]
+    anywhere = tuple(option for option in options if not option.startswith("--partition="))
     reasons = []
-    for chosen in (options, anywhere):
-        helper = slurm.submit(script, chosen)
-        stuck = next((found for found in slurm.jobs([helper]) if never_starts(found)), None)
-        if stuck is None:
-            return helper
+    for chosen in dict.fromkeys((options, (*options, *([f"--qos={qos}"] if qos else [])), anywhere)):
+        try:
+            helper = slurm.submit(script, chosen)
+        except (SlurmRejected, SlurmDenied) as error:
+            reasons.append(str(error))
+            continue
+        found = _first_look(slurm, helper, clock, sleep)
+        if found is None or not never_starts(found):
+            return helper, found.reason if found is not None and found.state == "pending" else ""
         slurm.cancel(helper)
-        reasons.append(stuck.reason)
-        if anywhere == list(options):
-            break
+        reasons.append(found.reason)
     raise SlurmRejected(f"Slurm would not start the job that restarts it ({', '.join(dict.fromkeys(reasons))})")
+
+
+def _first_look(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[float], object]) -> Job | None:
+    """The job once the scheduler has looked at it, or as it is after LOOK_S: until then a pending job has no reason."""
+    limit = clock() + LOOK_S
+    while True:
+        found = next(iter(slurm.jobs([job])), None)
+        if found is None or found.state != "pending" or found.reason not in _UNSEEN or clock() > limit:
+            return found
+        sleep(POLL_S)
+
+
+def cancel_helpers(slurm: Slurm, job: int) -> None:
+    """Cancel the helpers of ``job`` that still wait, since it has started without them. Raises SlurmError."""
+    for found in slurm.jobs():
+        if found.name == _name_of(job) and found.state == "pending":
+            slurm.cancel(found.id)
+
+
+def _name_of(job: int) -> str:
+    """The name of its helpers."""
+    return f"opsd-requeue-{job}"
 
 
 class Refused(SlurmRejected):
@@ -175,13 +213,13 @@ def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
 
 
 def _repeated(
-    submit: Callable[[], int],
+    submit: Callable[[], tuple[int, str]],
     limit_s: float,
     clock: Callable[[], float],
     sleep: Callable[[float], object],
     say: Callable[[str], object],
-) -> int:
-    """The id of the submitted helper; while the controller is down, ``submit`` is called again.
+) -> tuple[int, str]:
+    """The submitted helper, as ``submit`` tells; while the controller is down, ``submit`` is called again.
 
     If a request was carried out although its answer was lost, the second helper finds nothing to do.
     """
@@ -227,8 +265,9 @@ def helper_of(
 
     def look_again() -> None:
         script, options = task.submission(own)
+        qos = (f"--qos={own.qos}",) if own.qos else ()
         late = (f"--begin=now+{LOOK_AGAIN_S:g}", f"--deadline=now+{task.minutes + LOOK_WAITS_MIN}minutes")
-        slurm.submit(script, (*options, *late))
+        slurm.submit(script, (*options, *qos, *late))
 
     return Helper(own.job, look_again)
 
@@ -259,8 +298,8 @@ class _Task:
             f"--limit={self.limit_s:g}", f"--reason={excluded.reason}", *told,
         ]  # fmt: skip
         chosen = (
-            f"--job-name=opsd-requeue-{self.job}", "--nodes=1", "--ntasks=1", "--mem=200M", f"--time={self.minutes}",
-            "--no-requeue", f"--output={self.log}", "--open-mode=append", *beside.same_queue,
+            f"--job-name={_name_of(self.job)}", "--nodes=1", "--ntasks=1", "--mem=200M", f"--time={self.minutes}",
+            "--no-requeue", "--output=/dev/null", *beside.same_queue,
             *([f"--exclude={compress(excluded.names)}"] if excluded.names else []),
         )  # fmt: skip
-        return f"#!/bin/sh\nexec {shlex.join(argv)}\n", chosen
+        return f"#!/bin/sh\n{output_to(shlex.quote(self.log))}exec {shlex.join(argv)}\n", chosen

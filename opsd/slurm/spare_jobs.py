@@ -61,7 +61,7 @@ class SpareJob:
         told = " ".join(f"{name}={shlex.quote(value)}" for name, value in ours.items())
         command = shlex.join([*self.opsd, "launch", "--nodes"]), shlex.join(self.launch)
         script = (
-            "#!/bin/bash\n"
+            f"#!/bin/bash\n{output_to(log)}"
             "node=$SLURMD_NODENAME conf=${SLURM_CONF-}\n"
             'for name in "${!SLURM_@}" LC_ALL; do unset "$name"; done\n'
             '[ -z "$conf" ] || export SLURM_CONF="$conf"\n'
@@ -69,11 +69,19 @@ class SpareJob:
         )
         options = [
             *self.pool, "--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue", "--job-name=opsd-spare",
-            f"--signal=B:USR1@{NOTICE_S}", f"--output={log}",
+            f"--signal=B:USR1@{NOTICE_S}", "--output=/dev/null",
             *([f"--exclude={','.join(refused)}"] if refused else []),
             *([f"--time={left_min}"] if left_min is not None else []),
         ]  # fmt: skip
         return script, options
+
+
+def output_to(log: str) -> str:
+    """The lines of a batch script that append its output to ``log``, a word of the shell, where that can be written.
+
+    A job whose ``--output`` is on a full disk fails as it starts.
+    """
+    return f"(: >>{log}) 2>/dev/null && exec >>{log} 2>&1\n"
 
 
 def wants_spare(record: Mapping[str, Any]) -> bool:
@@ -132,18 +140,20 @@ class SpareRequester:
         except OSError as error:
             self._say(f"no spare is requested: {path} cannot be created: {error.strerror}")
             return
-        with open(descriptor, "w", encoding="utf-8") as file:
-            try:
-                asked = self._submit()
-            except SlurmUnavailable as error:
-                self._say(f"Slurm does not answer; the request for a spare will be repeated: {error}")
-                self._due[key] = self._clock() + RETRY_S
-                path.unlink(missing_ok=True)
-                return
-            except SlurmError as error:
-                self._say(f"no spare is available: {error}")
-                asked = None
-            json.dump({"job": asked, "for": self._job.job, "restarts": self._job.restarts, "by": self._node}, file)
+        os.close(descriptor)
+        try:
+            asked = self._submit()
+        except SlurmUnavailable as error:
+            self._say(f"Slurm does not answer; the request for a spare will be repeated: {error}")
+            self._due[key] = self._clock() + RETRY_S
+            path.unlink(missing_ok=True)
+            return
+        except SlurmError as error:
+            self._say(f"no spare is available: {error}")
+            asked = None
+        told = {"job": asked, "for": self._job.job, "restarts": self._job.restarts, "by": self._node}
+        with suppress(OSError):  # on a full disk the job stays in the queue if it is not needed in the end
+            path.write_text(json.dumps(told), encoding="utf-8")
 
     def _submit(self) -> int | None:
         """The job id, None if the run's own job is ending: then no spare is needed."""
@@ -155,7 +165,7 @@ class SpareRequester:
         left = int((ends - self._wall()) / 60) if ends is not None else None
         if left is not None and left < _ENDS_AS_EARLY_MIN:
             return None
-        log = str(self._folder / "spare-%j.log")
+        log = f"{shlex.quote(str(self._folder / 'spare-'))}$SLURM_JOB_ID.log"
         without = [*self._refused, *self._lemons(slurm)]
         try:
             asked = slurm.submit(*self._spare.job(self._job, without, left, log))

@@ -73,7 +73,7 @@ class FakeQueue(FakeSlurm):
             if self._looks > COMPLETING_LOOKS:
                 again = self.job.restarts + 1
                 self.job = replace(self.job, state="pending", reason="BeginTime", nodes=(), restarts=again)
-        state, why = "running" if self._room else "pending", ""
+        state, why = ("running", "") if self._room else ("pending", "Resources")
         if self.submitted and self.stuck[0] in self.submitted[-1][1]:
             state, why = "pending", self.stuck[1]
         helper = [replace(self.job, id=HELPER, state=state, reason=why, nodes=())]

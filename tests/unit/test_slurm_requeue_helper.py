@@ -16,7 +16,7 @@ from tests.fakes.requeue import HELPER, FakeQueue, queue
 OWN = allocation(
     {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2",
-        "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab",
+        "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab", "SLURM_JOB_QOS": "large",
     }
 )  # fmt: skip
 
@@ -29,7 +29,8 @@ def test_a_launcher_leaves_the_end_to_another_job() -> None:
     assert slurm.calls == ["drain n2", "down n2", "requeue"]
     [(script, options)] = slurm.submitted
     assert script == (
-        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --log=/dev/null --limit=900 '--reason=opsd:4 node_lost' "
+        "#!/bin/sh\n(: >>/dev/null) 2>/dev/null && exec >>/dev/null 2>&1\n"
+        "exec opsd requeue 7 --restarts=2 --lead=30 --log=/dev/null --limit=900 '--reason=opsd:4 node_lost' "
         "--lost=n2 --without=n3\n"
     )
     assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
@@ -99,11 +100,13 @@ def test_whether_a_job_can_do_without_its_excluded_nodes_is_seen_by_another_help
     assert attend(slurm, ExcludedNodes(("n2",))).avoided == ("n2",)
     assert slurm.calls[-3:] == ["exclude n2", f"after {HELPER}", "start"]
     [(script, options)] = slurm.submitted
-    assert (
-        script
-        == "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --limit=900 '--reason=opsd:requeue node_lost' --lost=n2\n"
+    assert script == (
+        "#!/bin/sh\n(: >>requeue.log) 2>/dev/null && exec >>requeue.log 2>&1\n"
+        "exec opsd requeue 7 --restarts=2 --limit=900 '--reason=opsd:requeue node_lost' --lost=n2\n"
     )
-    assert {"--begin=now+30", "--deadline=now+80minutes", "--time=20", "--output=requeue.log"} <= set(options)
+    assert {"--begin=now+30", "--deadline=now+80minutes", "--time=20", "--output=/dev/null", "--qos=large"} <= set(
+        options
+    )
 
 
 @pytest.mark.parametrize("away", range(1, 36))
@@ -125,15 +128,16 @@ def test_a_helper_whose_end_nobody_waits_for_stays(refused: str) -> None:
 @pytest.mark.parametrize(
     ("option", "reason", "tried", "is_left"),
     [
-        ("--partition=train", "PartitionNodeLimit", 2, True),
-        ("--nodes=1", "QOSMinCpuNotSatisfied", 2, False),
-        ("--nodes=1", "AssocMaxWallDurationPerJobLimit", 2, False),
+        ("--partition=train", "PartitionNodeLimit", 3, True),
+        ("--nodes=1", "QOSMinCpuNotSatisfied", 3, False),
+        ("--nodes=1", "Job's QOS not permitted to use this partition (train allows large not normal)", 3, False),
+        ("--nodes=1", "AssocMaxWallDurationPerJobLimit", 3, False),
         ("--nodes=1", "QOSMaxJobsPerUserLimit", 1, True),
         ("--nodes=1", "Resources", 1, True),
     ],
 )
 def test_a_helper_that_never_starts_is_not_trusted(option: str, reason: str, tried: int, is_left: bool) -> None:
-    """It is cancelled, tried in the default partition, and else the job is requeued without one."""
+    """It is cancelled, tried with the job's QOS and in the default partition, else the job is requeued without one."""
     slurm, said = queue(dead=("n2",), restarts=2), list[str]()
     slurm.stuck = (option, reason)
     clock = FakeClock()

@@ -18,6 +18,7 @@ from opsd.slurm.spare_jobs import DEFER_S, FOLDER, RETRY_S, SpareJob, SpareReque
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import running
 from tests.fakes.slurm import FakeSlurm
+from tests.fakes.tmpfs import tmpfs
 from tests.unit.test_lemons import comments_of, fleet
 
 ENVIRON = {
@@ -97,6 +98,20 @@ def test_the_node_of_the_leader_asks_and_nobody_else(scene: Scene) -> None:
         requester.look()
     assert len(scene.pool.submitted) == 1
     assert len(list((scene.folder / FOLDER).glob("*.json"))) == 1
+
+
+def test_a_spare_is_fetched_on_a_full_disk(tmp_path: Path) -> None:
+    """Once for each loss; the requester used to end with the first."""
+    with tmpfs(tmp_path / "disk", "size=64k") as disk:
+        scene = Scene(disk)
+        leader = scene.on("n1")
+        for lost in ("n2", "n3"):
+            scene.happens(**{**LOST, "lost": lost})
+        (disk / FOLDER).mkdir()
+        with open(disk / "filler", "wb") as file, pytest.raises(OSError, match="No space left"):
+            file.write(bytes(1 << 20))
+        leader.look()
+        assert len(scene.pool.submitted) == 2
 
 
 def test_another_one_asks_if_the_leader_is_gone(scene: Scene) -> None:
@@ -211,11 +226,14 @@ def test_spares_that_still_wait_are_sent_away_at_the_end(scene: Scene) -> None:
 
 
 def test_a_borrowed_node_is_a_launcher_of_the_runs_job(tmp_path: Path) -> None:
-    """Bash runs its script: nothing of its own job is left but the node and where Slurm's configuration is."""
+    """Bash runs its script: nothing of its own job is left but the node and where Slurm's configuration is.
+
+    A log that cannot be written does not keep it from its work.
+    """
     shown = tmp_path / "opsd"
     shown.write_text('#!/bin/sh\nenv | grep -E "^(SLURM|LC_ALL)" | sort\nprintf "%s\\n" "$@"\n')
     shown.chmod(0o755)
-    script, _ = replace(SPARE, opsd=(str(shown),)).job(JOB, (), None, "log")
+    script, _ = replace(SPARE, opsd=(str(shown),)).job(JOB, (), None, f"{tmp_path}/none/log")
     own = {"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "n9", "SLURM_JOB_ID": "8", "SLURM_CONF": "/etc/s", "LC_ALL": "C"}
     done = subprocess.run(["bash"], input=script, env=own, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
@@ -227,13 +245,14 @@ def test_a_borrowed_node_is_a_launcher_of_the_runs_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pool", "options"),
     [
-        ("spares", ("--partition=spares", "--account=lab")), ("same", ("--partition=train", "--account=lab")),
-        ("reservation:opsd", ("--reservation=opsd", "--partition=train", "--account=lab")),
+        ("spares", ("--partition=spares", "--account=lab")),
+        ("same", ("--partition=train", "--account=lab", "--qos=large")),
+        ("reservation:opsd", ("--reservation=opsd", "--partition=train", "--account=lab", "--qos=large")),
     ],
 )  # fmt: skip
 def test_a_pool_is_a_partition_or_a_reservation(pool: str, options: tuple[str, ...]) -> None:
-    """The spares are paid for as the job is."""
-    assert pool_options(pool, JOB) == options
+    """The spares are paid for as the job is, and in its own queue they are let in as it is."""
+    assert pool_options(pool, replace(JOB, qos="large")) == options
 
 
 def test_the_options_of_a_spares_launcher_survive_the_way_through_srun() -> None:
