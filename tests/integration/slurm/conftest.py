@@ -9,7 +9,10 @@ import pytest
 
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import SlurmRejected
-from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until
+
+PATIENT = {**FAST, "TCPTimeout": "2"}
+"""A first packet that is lost or late on a busy machine is sent again after a second, when 1 has already failed."""
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +20,7 @@ def running_cluster() -> Iterator[Cluster]:
     """The cluster, brought up once."""
     if reason := missing():
         pytest.skip(reason)
-    with Cluster() as cluster:
+    with Cluster(settings=PATIENT) as cluster:
         yield cluster
 
 
