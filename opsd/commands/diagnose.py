@@ -15,7 +15,7 @@ import click
 from opsd import exitcodes
 from opsd.agent.diagnosis import AS_BEFORE, Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
-from opsd.collectors.base import NoData, RankFact
+from opsd.collectors.base import RankFact
 from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.nccl.desync import evidence, judge
 from opsd.collectors.lib.nccl.flight_recorder import DumpError, read_dumps
@@ -170,10 +170,9 @@ class _AsSaid(GpuOwners):
 def _local(root: Path, job: str) -> list[RankFact]:
     """The ranks whose pages lie under ``root``."""
     try:
-        reading = RanksCollector(root, gpu_owners=_AsSaid()).collect()
+        facts = RanksCollector(root, gpu_owners=_AsSaid()).collect().facts
     except OSError as error:
         fail(f"{root} cannot be read: {error.strerror}")
-    facts = () if isinstance(reading, NoData) else reading.facts
     return [fact for fact in facts if isinstance(fact, RankFact) and job in ("", fact.job, fact.run)]
 
 
