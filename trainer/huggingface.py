@@ -1,4 +1,4 @@
-"""Models of Hugging Face on the command line: ``python -m opsd.trainer.huggingface export | settings | verify``.
+"""Models of Hugging Face on the command line: ``python -m opsd.trainer.huggingface``.
 
 To begin a run with the weights of a folder, set ``run.initial`` to it.
 """
@@ -17,7 +17,8 @@ from opsd import exitcodes
 from opsd.checkpoints.manifest import CheckpointError, folder_of, steps
 from opsd.trainer.config import CHECKPOINTS, ConfigError, load
 from opsd.trainer.hf.config import settings_of
-from opsd.trainer.hf.export import export_checkpoint
+from opsd.trainer.hf.export import export_checkpoint, export_foreign
+from opsd.trainer.hf.foreign import foreign
 from opsd.trainer.hf.verify import compare
 from opsd.trainer.hf.weights import config_in
 from opsd.trainer.tensors import FormatError
@@ -29,7 +30,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Export checkpoints as Hugging Face models, and read and verify such models."""
+    """Export checkpoints as Hugging Face models, import those of others, and read and verify such models."""
 
 
 @main.command()
@@ -54,6 +55,21 @@ def export(
         raise ConfigError(f"{root} has no checkpoint; set run.folder to the folder of the run")
     folder = folder_of(root, found[-1] if step is None else step)
     count = export_checkpoint(settings, folder, target, _DTYPES[dtype], chat_template)
+    click.echo(f"{count} tensors of {folder} written to {target}")
+
+
+@main.command("import")
+@click.argument("folder", type=_FOLDER)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The config.json of Hugging Face for the model, which a checkpoint of torchtitan does not say.",
+)
+def import_(folder: Path, target: Path, config: Path | None) -> None:
+    """Write the checkpoint of torchtitan, nanotron or Megatron-LM in FOLDER as a Hugging Face model to TARGET."""
+    count = export_foreign(foreign(folder, config), target)
     click.echo(f"{count} tensors of {folder} written to {target}")
 
 

@@ -192,6 +192,17 @@ def _entries(path: Path) -> list[_Entry]:
         raise _unreadable(path, error) from error
 
 
+@contextmanager
+def unreadable_as_format_error(path: Path) -> Iterator[None]:
+    """Raises FormatError for what libraries raise where ``path`` cannot be read; a file that is gone is an OSError."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise _unreadable(path, error) from error
+
+
 def _unreadable(path: Path, error: Exception) -> FormatError:
     return FormatError(f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}")
 
@@ -218,10 +229,11 @@ def _reader(path: Path, key: str) -> Callable[[], torch.Tensor]:
 def _saved(path: Path) -> Iterator[_Entry]:
     for key, tensor in saved(path):
         shape = tuple(tensor.shape)
-        yield _Entry(path, key, Chunk((0,) * len(shape), shape, partial(_itself, tensor)), shape)
+        yield _Entry(path, key, Chunk((0,) * len(shape), shape, partial(itself, tensor)), shape)
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def itself(tensor: torch.Tensor) -> torch.Tensor:
+    """Reads a tensor that is there already."""
     return tensor
 
 
@@ -313,18 +325,27 @@ class _Inert:
 def saved(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a file of ``torch.save``, however nested, with their keys joined by dots.
 
-    What is not a tensor or a plain container (arguments, enumerations, random states) is read as an inert object, so
-    that nothing of it is executed. Raises FormatError, RuntimeError, EOFError or OSError.
+    Raises FormatError, RuntimeError, EOFError or OSError.
+    """
+    yield from _flat("", content_of(path))
+
+
+def content_of(path: Path, *plain: type) -> Any:
+    """What a file of ``torch.save`` holds.
+
+    What is not a tensor, a plain container or of a class in ``plain`` (arguments, enumerations, random states) is read
+    as an inert object, so that nothing of it is executed. Raises FormatError, RuntimeError, EOFError or OSError.
     """
     others = []
     with suppress(ValueError), _no_pickle(path):  # of the format before torch 1.6 torch does not list the classes
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    with torch.serialization.safe_globals([(_Inert, name) for name in others]), _no_pickle(path):
+    known = {f"{each.__module__}.{each.__qualname__}": each for each in plain}
+    inert = [(_Inert, name) for name in others if name not in known]
+    with torch.serialization.safe_globals([*plain, *inert]), _no_pickle(path):
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path) or None)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path) or None)
         except pickle.UnpicklingError as error:
             raise FormatError(f"{path} holds objects that cannot be read without executing code of the file") from error
-    yield from _flat("", content)
 
 
 def _is_zip(path: Path) -> bool:

@@ -15,7 +15,8 @@ from opsd.checkpoints.manifest import checksum, read
 from opsd.durable import make_folder, move_into
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, find_index
-from opsd.trainer.hf.config import config_of
+from opsd.trainer.hf.config import config_of, settings_of
+from opsd.trainer.hf.foreign import Foreign, parameters_of
 from opsd.trainer.hf.weights import CONFIG, parameters_in, write
 
 DRAFT = ".export"
@@ -33,17 +34,14 @@ def export_checkpoint(
     """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns the number of tensors.
 
     ``chat_template`` is a file with a Jinja template, which needs a tokenizer beside it.
-    Positions are those with which it was trained last. Raises CheckpointError, ConfigError or OSError; ConfigError too
-    if ``target`` has files of a model, of which programs would read some instead of these.
+    Positions are those with which it was trained last. Raises CheckpointError, ConfigError or OSError.
     """
-    if older := next((path for pattern in (CONFIG, "*.safetensors*") for path in target.glob(pattern)), None):
-        raise ConfigError(f"{target} already has a model ({older.name}); remove it, or name another folder")
     shape = settings.data.shape_at(read(folder).step)
     architecture, config = config_of(settings.model_with(shape), shape.sequence)
     tokens: dict[str, int] = {}
     corpora = [".", *settings.data.sources]
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
-    with _whole_or_not(target) as draft:
+    with whole_or_not(target) as draft:
         if tokenizer := next((path for path in paths if path.is_file()), None):
             tokens = _write_tokenizer(tokenizer, _framing(tokenizer.parent), draft, shape.sequence)
         if chat_template is not None:
@@ -63,8 +61,13 @@ def export_checkpoint(
 
 
 @contextmanager
-def _whole_or_not(target: Path) -> Iterator[Path]:
-    """A folder whose files go to ``target`` at the end, the configuration last. A failure leaves nothing in it."""
+def whole_or_not(target: Path) -> Iterator[Path]:
+    """A folder whose files go to ``target`` at the end, the configuration last. A failure leaves nothing in it.
+
+    Raises ConfigError if ``target`` has files of a model, of which programs would read some instead of these.
+    """
+    if older := next((path for pattern in (CONFIG, "*.safetensors*") for path in target.glob(pattern)), None):
+        raise ConfigError(f"{target} already has a model ({older.name}); remove it, or name another folder")
     made = [folder for folder in (target, *target.absolute().parents) if not folder.exists()]
     draft = target / DRAFT
     make_folder(target)
@@ -109,3 +112,16 @@ def _write_tokenizer(tokenizer: Path, framing: Framing, target: Path, sequence: 
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def export_foreign(source: Foreign, target: Path) -> int:
+    """Write the checkpoint ``source`` as a model to ``target``, in its own type; returns the number of tensors.
+
+    Raises ConfigError, FormatError or OSError.
+    """
+    parameters = parameters_of(source)
+    model = settings_of(source.config)
+    architecture, config = config_of(model, source.config.get("max_position_embeddings") or 0)
+    dtype = next(each for each in parameters if each.name == "embedding.weight").read().dtype
+    with whole_or_not(target) as draft:
+        return write(draft, parameters, dtype, architecture, config)
