@@ -6,7 +6,9 @@ other one is refused by name: with a wrong configuration, weights are read witho
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -44,6 +46,19 @@ _ONE_VALUE: Final[Fields] = {
 
 
 _MOST_LAYERS: Final = 10_000
+_FEW: Final = 5
+"""Fields that a refusal names at most."""
+
+
+def fields_in(path: Path) -> dict[str, Any]:
+    """The JSON object in the file ``path``. Raises ConfigError."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} is not the configuration of a model")
+    return fields
 
 
 def settings_of(config: Fields) -> ModelSettings:
@@ -60,7 +75,10 @@ def settings_of(config: Fields) -> ModelSettings:
 
 
 def _settings_of(config: Fields) -> ModelSettings:
-    architecture = architecture_of(config)
+    try:
+        architecture = architecture_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_of_its_own(config)}") from error
     for name, value in config.items():
         _demand_known(architecture, name, value)
     fields = {**architecture.defaults, **config}
@@ -93,6 +111,13 @@ def _settings_of(config: Fields) -> ModelSettings:
         raise ConfigError(
             f"config.json gives model.{wrong['loc'][0]} a value that cannot be: {wrong['msg']}"
         ) from error
+
+
+def _of_its_own(config: Fields) -> str:
+    """What to say of the fields that no architecture of this trainer has."""
+    known = _NO_CHANGE.union(_ONE_VALUE, *(each.known for each in ARCHITECTURES))
+    strange = sorted(name for name, value in config.items() if name not in known and value not in (None, [], {}))
+    return f"; none of them has {', '.join(strange[:_FEW])}" if strange else ""
 
 
 def _demand_known(architecture: Architecture, name: str, value: object) -> None:

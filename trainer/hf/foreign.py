@@ -6,7 +6,6 @@ The rest is the same for all: a tensor that is missing, left over or of another 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.config import settings_of
+from opsd.trainer.hf.config import fields_in, settings_of
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.places import Place
 from opsd.trainer.model import Decoder
@@ -105,17 +104,6 @@ def titan(folder: Path, config: Path) -> Foreign:
         if not name.startswith(_NOT_MODEL):
             tensors[name] = stored
     return Foreign(folder, fields, tensors, TITAN, "layers.{}.", interleaved=kind == "llama")
-
-
-def fields_in(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``. Raises ConfigError."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path} is not the configuration of a model")
-    return fields
 
 
 def demand_only(where: object, fields: Fields, only: Fields) -> None:

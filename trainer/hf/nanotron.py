@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.foreign import Foreign, demand_only, fields_in
+from opsd.trainer.hf.config import fields_in
+from opsd.trainer.hf.foreign import Foreign, demand_only
 from opsd.trainer.hf.places import packed
 from opsd.trainer.tensors import Chunk, FormatError, Stored, unreadable_as_format_error
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from opsd.checkpoints.manifest import verify
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import Architecture, architecture_of
-from opsd.trainer.hf.config import settings_of
+from opsd.trainer.hf.config import fields_in, settings_of
 from opsd.trainer.hf.experts import ROUTER_BIAS
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.places import Place
@@ -38,14 +38,7 @@ _SETTING: Final = {"kinds": "pattern", "head_channels": "head_dim"}
 
 def config_in(folder: Path) -> dict[str, Any]:
     """The ``config.json`` in ``folder``. Raises ConfigError."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not the configuration of a model")
-    return config
+    return fields_in(folder / CONFIG)
 
 
 def fill(model: Decoder, folder: Path, *, part: bool = False) -> None:
