@@ -194,12 +194,12 @@ def _entries(path: Path) -> list[_Entry]:
 
 @contextmanager
 def unreadable_as_format_error(path: Path) -> Iterator[None]:
-    """Raises FormatError for what libraries raise where ``path`` cannot be read; a file that is gone is an OSError."""
+    """Raises FormatError for what is raised where ``path`` cannot be read; a file that is gone is an OSError."""
     try:
         yield
-    except _UNREADABLE as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+    except (FormatError, FileNotFoundError):
+        raise
+    except (*_UNREADABLE, LookupError, TypeError, ValueError) as error:
         raise _unreadable(path, error) from error
 
 

@@ -117,6 +117,14 @@ def _without(path: str) -> Callable[[Path], None]:
     return change
 
 
+def _copied(path: str, name: str, other: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        found = next(iter(sorted(folder.glob(path))))
+        shutil.copyfile(found, str(found).replace(name, other))
+
+    return change
+
+
 def _cut(path: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         found = next(iter(sorted(folder.glob(path))))
@@ -174,6 +182,20 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "nanotron", _without("model/model/decoder/2/pp_block/mlp/down_proj"),
         r"has no tensor model\.decoder\.2\.pp_block\.mlp\.down_proj\.weight \(1 missing, 0 unknown\)",
     ),
+    "nanotron: a rank is a copy": (
+        "nanotron",
+        _copied("model/**/mlp/gate_up_proj/*tp-rank-0-*", "tp-rank-0", "tp-rank-1"),
+        "has only a part of model.decoder.0.pp_block.mlp.gate_up_proj.weight",
+    ),
+    "nanotron: no sizes": ("nanotron", _fields(num_attention_heads="4"), "num_attention_heads|heads"),
+    "nanotron: no heads": ("nanotron", _fields(num_attention_heads=0), "heads"),
+    "megatron: a rank is a copy": (
+        "megatron",
+        _copied("*/mp_rank_00/*.pt", "mp_rank_00", "mp_rank_01"),
+        "mp_rank_01 has the weights of mp_rank_00",
+    ),
+    "megatron: no size": ("megatron", _args(kv_channels="8"), "head_dim"),
+    "megatron: no groups": ("megatron", _args(num_query_groups=3), "kv_heads 3"),
     "nanotron: a file is cut": ("nanotron", _cut("model/**/*.safetensors"), "cannot be read"),
     "nanotron: sizes of another model": ("nanotron", _fields(intermediate_size=40), "shape"),
     "nanotron: windows": ("nanotron", _fields(sliding_window_size=8), "sliding_window_size = 8; only None"),

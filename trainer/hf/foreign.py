@@ -142,7 +142,8 @@ def _demand_all(source: Foreign, wanted: set[str], settings: ModelSettings) -> N
         raise ConfigError(f"{source.folder} {what} ({len(missing)} missing, {len(unknown)} unknown)")
     for name in sorted(wanted):
         stored = source.tensors[name]
-        if sum(_size(chunk.shape) for chunk in stored.chunks) != _size(stored.shape):
+        parts = {chunk.offset: _size(chunk.shape) for chunk in stored.chunks}
+        if sum(parts.values()) != _size(stored.shape):
             raise ConfigError(f"{source.folder} has only a part of {name}")
     if settings.tied and head in source.tensors:
         one, other = (_whole(source, name) for name in (head, embedding))

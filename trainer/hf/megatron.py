@@ -11,12 +11,14 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from opsd.trainer.config import ConfigError
+from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.foreign import Foreign, demand_only
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.places import Place, packed
@@ -66,7 +68,9 @@ def megatron(folder: Path) -> Foreign:
     first = _read(next(iter(sorted(folder.glob(MEGATRON)))))
     args = vars(first["args"])
     config, tensor, pipeline = _config(folder, args), *_layout(folder, args)
+    names_of_ours = _names(config, tensor)
     stages: list[list[dict[str, torch.Tensor]]] = []
+    seen: dict[tuple[float, ...], str] = {}
     for stage in range(pipeline):
         names = [f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "") for rank in range(tensor)]
         ranks = []
@@ -75,9 +79,11 @@ def megatron(folder: Path) -> Foreign:
             if content.get("iteration") != first.get("iteration"):
                 raise FormatError(f"{folder / name} is of another iteration than the ranks beside it")
             ranks.append(_model(content["model"]))
+            if (other := seen.setdefault(_sample(ranks[-1]), name)) != name:
+                raise FormatError(f"{folder / name} has the weights of {other}, of which it seems to be a copy")
         stages.append(ranks)
     return Foreign(
-        folder, config, _joined(folder, stages), _names(config, tensor), "decoder.layers.{}.",
+        folder, config, _joined(folder, stages), names_of_ours, "decoder.layers.{}.",
         interleaved=bool(args.get("rotary_interleaved")),
     )  # fmt: skip
 
@@ -98,7 +104,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _layout(folder: Path, args: Fields) -> tuple[int, int]:
     """Tensor- and pipeline-parallel ranks. Raises FormatError unless there is a folder for each."""
-    sizes = [args.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline")]
+    sizes = [args.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline")]
     there = sum(1 for _ in folder.glob(MEGATRON))
     if there != sizes[0] * sizes[1]:
         raise FormatError(
@@ -133,15 +139,10 @@ def _config(folder: Path, args: Fields) -> dict[str, Any]:
 
 
 def _names(config: Fields, tensor: int) -> dict[str, str | Place]:
-    heads, groups, ffn = (
-        config[f"{name}"] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    )
-    channels = config["head_dim"]
-    of_group = [
-        ("attention.query", heads // groups * channels),
-        ("attention.key", channels),
-        ("attention.value", channels),
-    ]
+    model = settings_of(config)
+    groups, channels, ffn = model.kv_heads, model.head_channels, model.ffn
+    queries = model.heads // groups * channels
+    of_group = [("attention.query", queries), ("attention.key", channels), ("attention.value", channels)]
     return {
         "embedding": "embedding.word_embeddings", "norm": "decoder.final_layernorm", "head": "output_layer",
         "attention_norm": "input_layernorm", "ffn_norm": "pre_mlp_layernorm",
@@ -150,6 +151,12 @@ def _names(config: Fields, tensor: int) -> dict[str, str | Place]:
         **packed("self_attention.linear_qkv", of_group, groups),
         **packed("mlp.linear_fc1", [("ffn.gate", ffn // tensor), ("ffn.up", ffn // tensor)], tensor),
     }  # fmt: skip
+
+
+def _sample(state: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+    """Some weights of a rank, which no other rank has."""
+    parts = (each.flatten()[:64].tolist() for name, each in state.items() if _ROWS.fullmatch(name))
+    return tuple(chain.from_iterable(parts))
 
 
 def _model(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

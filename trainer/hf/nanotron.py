@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.config import fields_in
+from opsd.trainer.hf.config import fields_in, settings_of
 from opsd.trainer.hf.foreign import Foreign, demand_only
 from opsd.trainer.hf.places import packed
 from opsd.trainer.tensors import Chunk, FormatError, Stored, unreadable_as_format_error
@@ -42,18 +42,14 @@ def nanotron(folder: Path) -> Foreign:
     # Files of releases without the field are of those that rotate neighbours, by 10,000.
     config.setdefault("rope_theta", 10_000.0)
     return Foreign(
-        folder, config, _tensors(folder / "model"), _names(path, config), "model.decoder.{}.pp_block.",
+        folder, config, _tensors(folder / "model"), _names(config), "model.decoder.{}.pp_block.",
         interleaved=given.get("rope_interleaved", True),
     )  # fmt: skip
 
 
-def _names(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    try:
-        heads, ffn = config["num_attention_heads"], config["intermediate_size"]
-        channels = config["hidden_size"] // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} does not have the sizes of a model: {error}") from error
+def _names(config: dict[str, Any]) -> dict[str, Any]:
+    model = settings_of(config)
+    heads, kv_heads, ffn, channels = model.heads, model.kv_heads, model.ffn, model.head_channels
     queries = [("attention.query", heads * channels)]
     keys = [(name, kv_heads * channels) for name in ("attention.key", "attention.value")]
     return {
