@@ -140,6 +140,10 @@ def _still_closed(
             yield name, after
 
 
+SAME_STRIKE_S = 5.0
+"""An event that is read again may have another time: the kernel tells it since the boot, and the clock is adjusted."""
+
+
 def settled_by(ended: Iterable[Incident], now: float) -> dict[tuple[str, str], float]:
     """When the newest event of each of the ``ended`` incidents struck; at most ``now``, as clocks can be ahead."""
     found: dict[tuple[str, str], float] = {}
@@ -153,7 +157,9 @@ def settled_by(ended: Iterable[Incident], now: float) -> dict[tuple[str, str], f
 def _is_new(table: IncidentTable, finding: Finding) -> bool:
     """False for evidence whose incident has ended: a proof of health that was seen stays one."""
     name = (finding.kind, finding.key)
-    return name in table.incidents or finding.struck_at is None or finding.struck_at > table.settled.get(name, -inf)
+    if name in table.incidents or finding.struck_at is None:
+        return True
+    return finding.struck_at > table.settled.get(name, -inf) + SAME_STRIKE_S
 
 
 def cost_growth(before: IncidentTable, after: IncidentTable) -> Iterator[tuple[str, float]]:

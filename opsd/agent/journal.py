@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ SLOW_S = 4.0
 """Seconds in which records should be on the disk; actions wait for theirs little longer."""
 FORGETS_EVERY_S = 3600.0
 MAX_COPIED = 256
-"""Number of incidents in a copy: the newest."""
+"""Number of current incidents in a copy, and of ended ones: the newest."""
 MAX_COPY_BYTES = 16 << 20
 
 
@@ -69,7 +69,7 @@ Record = tuple[Row, Intention | None]
 
 
 class IncidentCopy:
-    """A file with the current incidents and those that the journal has not yet: for a journal that cannot be read.
+    """A file with the newest incidents: for a journal that cannot be read or written, or that is an older one.
 
     Without a ``folder`` there is none. It is no promise to anybody: it is written without a sync, if it can be.
     """
@@ -91,7 +91,7 @@ class IncidentCopy:
         if self._path is None:
             return
         lines = {}
-        for incident in [*incidents][-MAX_COPIED:]:
+        for incident in incidents:
             known = self._lines.get(incident.id)
             with contextlib.suppress(TypeError, ValueError):
                 lines[incident.id] = known if known and known[0] is incident else (incident, to_json(incident))
@@ -102,16 +102,16 @@ class IncidentCopy:
             draft.replace(self._path)
 
 
-def joined(content: JournalContent, copied: Iterable[Incident]) -> JournalContent:
-    """``content`` with those of the ``copied`` incidents that it lacks or has in an older state."""
+def joined(content: JournalContent, copied: Iterable[Incident]) -> tuple[JournalContent, Sequence[Incident]]:
+    """``content`` with those of the ``copied`` incidents that it lacks or has in an older state, and these."""
     known = {incident.id: incident for incident in (*content.current, *content.ended)}
-    for incident in copied:
-        if incident.id not in known or _newest(incident) > _newest(known[incident.id]):
-            known[incident.id] = incident
-    by_time = sorted(known.values(), key=lambda incident: incident.opened_at)
-    current = [incident for incident in by_time if incident.resolved_at is None]
-    ended = [incident for incident in reversed(by_time) if incident.resolved_at is not None]
-    return replace(content, current=tuple(current), ended=tuple(ended))
+    newer = [i for i in copied if i.id not in known or _newest(i) > _newest(known[i.id])]
+    if not newer:
+        return content, ()
+    by_time = sorted({**known, **{i.id: i for i in newer}}.values(), key=lambda incident: incident.opened_at)
+    current = tuple(incident for incident in by_time if incident.resolved_at is None)
+    ended = tuple(incident for incident in reversed(by_time) if incident.resolved_at is not None)
+    return replace(content, current=current, ended=ended), newer
 
 
 def _newest(incident: Incident) -> float:
@@ -150,7 +150,7 @@ class Journal:
         self._tried = self._loaded = False
         self._incidents: dict[str, Incident] = {}
         self._current: dict[str, Incident] = {}
-        self._being_written: dict[str, Incident] = {}
+        self._ended: dict[str, Incident] = {}
         self._copied = True
         self._beside, self._in_memory = IncidentCopy(folder), IncidentCopy(memory)
         self._refused: InUseError | None = None
@@ -185,7 +185,17 @@ class Journal:
             self._tried = True
         if self._refused is not None:
             raise self._refused
-        return joined(self.remembered() or JournalContent(), self._in_memory.read())
+        return self._join(self.remembered() or JournalContent(), self._in_memory)
+
+    def _join(self, content: JournalContent, copy: IncidentCopy) -> JournalContent:
+        """``content`` with what ``copy`` knows better, which is written into the journal then."""
+        content, newer = joined(content, copy.read())
+        with self._state:
+            for incident in (*reversed(content.ended[:MAX_COPIED]), *content.current):
+                self._note(incident)
+        for incident in newer:
+            self.incident(incident)
+        return content
 
     def remembered(self) -> JournalContent | None:
         """What an earlier agent knew, once, as soon as it could be read; None before and after that."""
@@ -198,9 +208,7 @@ class Journal:
         with self._state:
             self._incidents.pop(incident.id, None)
             self._incidents[incident.id] = incident
-            self._current.pop(incident.id, None)
-            if incident.resolved_at is None:
-                self._current[incident.id] = incident
+            self._note(incident)
             self._copied = False
             if len(self._incidents) > MAX_BACKLOG:
                 del self._incidents[next(iter(self._incidents))]
@@ -213,10 +221,19 @@ class Journal:
             self._copied = True
             self._in_memory.save(self._to_copy())
 
+    def _note(self, incident: Incident) -> None:
+        """Have the incident copied as it is now; a closed one that goes on is copied as long as a current one."""
+        over = incident.resolved_at is not None and (incident.closed is None or incident.closed.gone_at is not None)
+        for kept in (self._current, self._ended):
+            kept.pop(incident.id, None)
+        kept = self._ended if over else self._current
+        kept[incident.id] = incident
+        if len(kept) > MAX_COPIED:
+            del kept[next(iter(kept))]
+
     def _to_copy(self) -> Iterable[Incident]:
         with self._state:
-            ended = {**self._being_written, **self._incidents}
-            return [*self._current.values(), *(i for id, i in ended.items() if id not in self._current)]
+            return [*self._ended.values(), *self._current.values()]
 
     def transition(self, t: Transition) -> None:
         """Record a change of state."""
@@ -304,7 +321,7 @@ class Journal:
         """Write records to ``store`` until the journal is closed. Raises StoreError."""
         if not self._loaded:
             content = store.load(self._wall())
-            self._memory = joined(content, self._beside.read()) if store.notices else content
+            self._memory = self._join(content, self._beside) if store.notices else content
             self._loaded = True
         self.opened += 1
         for notice in store.notices:
@@ -326,7 +343,7 @@ class Journal:
     def _write(self, store: Store) -> None:
         with self._state:
             incidents, records = self._incidents, self._rows
-            self._being_written, self._incidents, self._rows = incidents, {}, []
+            self._incidents, self._rows = {}, []
             self._writing_since = time.monotonic()
         try:
             if incidents:
@@ -338,7 +355,7 @@ class Journal:
                 self._rows = records + self._rows
             raise
         finally:
-            self._writing_since, self._being_written = None, {}
+            self._writing_since = None
         with self._state:
             self.lost += refused + written.count(False)
             for (_, intention), kept in zip(records, written, strict=True):

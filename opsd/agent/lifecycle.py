@@ -170,7 +170,7 @@ def shifted(incident: Incident, seconds: float) -> Incident:
         _with_times(incident, lambda at: at + seconds),
         evidence=tuple(replace(e, at=e.at + seconds, last=moved(e.last)) for e in incident.evidence),
         ack=ack and replace(ack, at=ack.at + seconds, until=moved(ack.until), over_at=moved(ack.over_at)),
-        closed=end and replace(end, at=end.at + seconds),
+        closed=end and replace(end, at=end.at + seconds, gone_at=moved(end.gone_at)),
     )
 
 

@@ -36,11 +36,12 @@ def ended_book():
 
 
 @pytest.mark.parametrize("step", [0.0, 3600.0, -3600.0])
-def test_evidence_of_an_ended_incident_opens_no_second_one(step):
-    """The proof of health can vanish with the run; a step of the clock changes nothing."""
+@pytest.mark.parametrize("jitter", [0.0, 6e-5, 2.0])
+def test_evidence_of_an_ended_incident_opens_no_second_one(step, jitter):
+    """The proof of health can vanish with the run; a step of the clock, and a time told again, change nothing."""
     table, _ = ended_book()
     table = shifted(table, step)
-    late = replace(XID, struck_at=100.0 + step, culprit=Culprit("gpu", "n01", 1), job="")
+    late = replace(XID, struck_at=100.0 + step + jitter, culprit=Culprit("gpu", "n01", 1), job="")
     after, _, transitions = reduce(table, Observed([late]), RULES, 200.0 + step)
     assert not after.incidents
     assert transitions == ()

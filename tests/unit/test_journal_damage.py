@@ -19,9 +19,9 @@ from opsd.agent.incidents import Transition
 from opsd.agent.journal import IncidentCopy, Journal
 from opsd.agent.policy import PastAction
 from opsd.agent.store import SCHEMA_VERSION, JournalContent, to_document
-from opsd.runbooks.base import Cost, State
+from opsd.runbooks.base import Closing, Cost, State
 from tests.fakes.clock import until
-from tests.fakes.incidents import incident
+from tests.fakes.incidents import WALL, incident
 
 PATIENCE_S = 60.0
 
@@ -96,7 +96,7 @@ def test_an_odd_incident_is_left_out_and_kept(tmp_path: Path, document: str) -> 
     with closing(sqlite3.connect(aside)) as database:
         assert database.execute("SELECT document FROM incidents WHERE id = 'odd'").fetchone() == (document,)
     again = Log()
-    assert [i.id for i in opened(tmp_path, again).current] == ["good", "later"]
+    assert {i.id for i in opened(tmp_path, again).current} == {"good", "odd", "later"}
     assert again.sentences == []
 
 
@@ -269,13 +269,37 @@ def test_what_a_full_disk_has_not_taken_is_in_memory(small_disk: Path, tmp_path:
     journal.copy()
     assert until(lambda: journal.problem)
     shutil.copytree(small_disk, tmp_path / "killed")
-    killed = Journal(tmp_path / "killed", Log(), memory=tmp_path).open(PATIENCE_S)
-    assert ([found.id for found in killed.current], [found.id for found in killed.ended]) == (
-        ["told", "late"],
-        ["early"],
-    )
-    assert killed.current[0].actions == told.actions
+    for memory in (tmp_path, None):  # what is read from memory is in the next journal
+        again = Journal(tmp_path / "killed", Log(), memory=memory)
+        content = again.open(PATIENCE_S)
+        assert {found.id: found.actions for found in content.current}["told"] == told.actions
+        assert ({found.id for found in content.current}, [found.id for found in content.ended]) == (
+            {"told", "late"}, ["early"],
+        )  # fmt: skip
+        again.close(PATIENCE_S)
     journal.close(PATIENCE_S)
+
+
+def test_what_a_person_has_closed_outlives_a_journal_from_a_backup(tmp_path: Path) -> None:
+    """Its evidence is read again from where the restored folder ends; it would open, and page, a second time."""
+    memory, folder, backup = tmp_path / "memory", tmp_path / "state", tmp_path / "backup"
+    memory.mkdir()
+    keep(folder, "before")
+    shutil.copytree(folder, backup)
+    closed = replace(
+        incident("closed"), state=State.RESOLVED, resolved_at=WALL + 9, closed=Closing("ann", WALL + 9, "known")
+    )
+    for number in range(3):  # the folder is restored after two starts
+        if number == 2:
+            shutil.rmtree(folder)
+            shutil.copytree(backup, folder)
+        journal = Journal(folder, Log(), memory=memory)
+        content = journal.open(PATIENCE_S)
+        assert [found.id for found in content.ended] == (["closed"] if number else [])
+        if not number:
+            journal.incident(closed)
+        journal.copy()
+        journal.close(PATIENCE_S)
 
 
 def test_a_journal_without_the_users_of_actions_gets_them(tmp_path: Path) -> None:
