@@ -56,7 +56,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules, links of the documentation,
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -q tests/unit/test_links.py tests/unit/test_file_names.py
+	$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not waiting'

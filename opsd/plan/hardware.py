@@ -59,7 +59,7 @@ GPUS: Final = tuple(_KNOWN)
 ELEMENTWISE: Final = 0.502
 """Of the memory's bandwidth: with ``FITTED`` two unknowns for two speeds, compiled and not."""
 FITTED: Final = {"h100": 0.828, "a100": 0.825}
-"""See ``tests/unit/test_plan_published.py``."""
+"""See ``tests/unit/test_plan.py``."""
 
 _SOURCES: Final[Mapping[str, Mapping[str, str]]] = {
     "gemm": {

@@ -1,4 +1,4 @@
-"""A user who listens where dcgm-exporter does: what it says leads to nothing, and hides nothing."""
+"""A user who listens where dcgm-exporter or NCCL's RAS does: what it says leads to nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opsd.ports import free_port
-from tests.adversary.attacker import Attacker
-from tests.adversary.attacks import false_exporter, invent_run
+from tests.adversary.attacker import NOBODY, Attacker
+from tests.adversary.attacks import false_exporter, false_ras, invent_run
 from tests.adversary.node import NAME, Node
 from tests.fakes.clock import eventually
+from tests.fakes.ras import missing_rank, ras_json, ras_rank
+
+# A user who listens where dcgm-exporter does: what it says leads to nothing, and hides nothing.
+
 
 TEMP, REMAP, PROFILE = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_ROW_REMAP_FAILURE", "DCGM_FI_PROF_DRAM_ACTIVE"
+
 LINE = '{name}{{gpu="{gpu}",UUID="{uuid}",pci_bus_id="x",device="x",modelName="x",Hostname="box"}} {value}'
 
 
@@ -116,3 +121,28 @@ def test_an_exporter_with_labels_of_its_own_hides_nothing(node: Node) -> None:
         assert all(NAME in labels for labels in temperatures)
         (dcgm,) = (one for one in node.status()["collectors"] if one["name"] == "dcgm")
         assert dcgm["reason"] == "DCGM and the driver disagree on GPU-7, which the driver does not know"
+
+
+# A user who listens where NCCL's RAS does: what it says is about that user's own runs at most.
+
+
+VICTIM = NOBODY - 1
+
+
+def test_a_false_ras_speaks_for_no_other_users_run(node: Node, attacker: Attacker) -> None:
+    """It is not asked while the runs here are another's."""
+    port = free_port()
+    node.configure("[nccl]", f'ras = ["127.0.0.1:{port}"]', "interval_s = 1.0")
+    victim = Attacker(VICTIM)
+    try:
+        victim.start(invent_run, str(node.shm), "train")
+        requests = attacker.start(false_ras, port, ras_json([ras_rank(0, {})], [missing_rank(1)]))
+        with node.agent():
+            assert eventually(lambda: node.series("opsd_nccl_ras_up") == {"": 0.0})
+            assert eventually(lambda: node.ticks() > 4)
+            assert node.series("opsd_nccl_problems") == {}
+    finally:
+        victim.close()
+    requests.kill()
+    assert requests.stdout is not None
+    assert "CLIENT PROTOCOL" not in requests.stdout.read()

@@ -1,18 +1,23 @@
-"""A user who invents runs: nothing is believed that kernel, driver or Slurm contradict, and nobody else pays for it."""
+"""A user who invents, fills or mounts over runs: nothing is believed that others contradict."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.adversary.attacker import NOBODY, Attacker
-from tests.adversary.attacks import invent_run
+from tests.adversary.attacks import crash_in_a_file, invent_run, make_files, make_runs
 from tests.adversary.node import Node
 from tests.fakes.clock import eventually
+from tests.fakes.fuse import FUSE, silent_mount
+
+# A user who invents runs: nothing is believed that kernel, driver or Slurm contradict, and nobody else pays for it.
 
 
 @pytest.fixture
@@ -180,3 +185,140 @@ def test_own_ledgers_are_shown(node: Node, attacker: Attacker, open_folder: Path
     attacker.start(invent_run, str(node.shm), "mine", {"folder": str(own)})
     with node.agent():
         assert eventually(lambda: "ETTR" in (node.get("/job/mine") or ""))
+
+
+# A user who fills the folder of runs: the runs of others are seen, and the agent stays within its means.
+
+
+FILES = 60_000
+
+
+@pytest.fixture
+def good(node: Node) -> Attacker:
+    """Another user of the node, with a run that sorts behind all others."""
+    user = Attacker(0)
+    user.start(invent_run, str(node.shm), "zz-good")
+    return user
+
+
+def sees(node: Node) -> bool:
+    return node.series("opsd_rank_up").get('rank="0",run="zz-good"') == 1.0
+
+
+def state_of_ranks(node: Node) -> str:
+    states = node.series("opsd_collector_state")
+    return next((labels for labels, value in states.items() if 'collector="ranks"' in labels and value), "")
+
+
+def test_living_runs_of_a_user_do_not_hide_those_of_another(node: Node, attacker: Attacker, good: Attacker) -> None:
+    """Slots are shared among users; that the limit bites is a state, a metric and a line of the log."""
+    attacker.start(make_runs, str(node.shm), 300, True)
+    with node.agent() as process:
+        assert eventually(lambda: sees(node) and 'state="limited"' in state_of_ranks(node))
+        assert node.series("opsd_ranks_left_out")['what="runs"'] > 0
+        assert len(node.series("opsd_run_up")) == 64
+        process.terminate()
+        assert "more than there is room for" in process.communicate(timeout=60)[1]
+    good.close()
+
+
+def test_finished_runs_give_way_to_living_ones(node: Node, attacker: Attacker) -> None:
+    """Of one user, too: sixty-four folders of the past hide nothing."""
+    attacker.start(make_runs, str(node.shm), 64, False)
+    attacker.start(invent_run, str(node.shm), "zz-good")
+    with node.agent():
+        assert eventually(lambda: sees(node))
+        assert eventually(lambda: 'state="ok"' in state_of_ranks(node))
+
+
+def test_files_without_number_cost_little(node: Node, attacker: Attacker, good: Attacker) -> None:
+    """Neither memory nor ticks, and others' runs are seen."""
+    attacker.start(make_files, str(node.shm), FILES)
+    with node.agent() as process:
+        assert eventually(lambda: sees(node))
+        began, used = node.ticks(), cpu_s(process.pid)
+        assert eventually(lambda: node.ticks() >= began + 8)
+        assert cpu_s(process.pid) - used < 0.17 * 8
+        assert resident_bytes(process.pid) < 128 << 20
+        assert len(node.series("opsd_rank_page_errors")) <= 2
+    good.close()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# A user who mounts a file system that never answers over what the agent reads in shared memory.
+
+
+@pytest.fixture
+def mounted_over_good(node: Node) -> Iterator[Attacker]:
+    """Another user of the node, with a run."""
+    user = Attacker(0)
+    user.start(invent_run, str(node.shm), "zz-good")
+    yield user
+    user.close()
+
+
+@pytest.mark.skipif(not FUSE.exists(), reason="needs FUSE")
+@pytest.mark.parametrize("over", ["", "run.json", "events.jsonl", "rank-0000.page", "rank-0001.page.events.jsonl"])
+def test_what_a_user_mounts_over_a_run_is_not_entered(node: Node, mounted_over_good: Attacker, over: str) -> None:
+    """The collectors of all runs and of NCCL hung for good, for everybody."""
+    bad = node.shm / "bad"
+    bad.mkdir()
+    os.chown(bad, NOBODY, NOBODY)
+    if over:
+        (bad / over).touch()
+        os.chown(bad / over, NOBODY, NOBODY)
+    with silent_mount(bad / over, NOBODY):
+        process = node.start("agent", "--config", str(node.config))
+        try:
+            assert eventually(lambda: node.series("opsd_rank_up").get('rank="0",run="zz-good"') == 1.0)
+            began = node.ticks()
+            assert eventually(lambda: node.ticks() >= began + 4)
+            assert node.series("opsd_rank_up").get('rank="0",run="zz-good"') == 1.0
+            hung = [name for name, on in node.series("opsd_collector_state").items() if on and 'state="hung"' in name]
+            assert hung == []
+        finally:
+            process.kill()
+    process.communicate(timeout=60)
+
+
+# A user whose program crashes in a file of a chosen name: the kernel's log then has any text that the user likes.
+
+
+EVENTS = "opsd_kernel_events_total"
+
+FAULT = "mlx5_core 0000:3b:00.0: Port module event[error]: module 0, High temperature"
+
+LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.1"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the crash is written in machine code of x86-64")
+@pytest.mark.parametrize(("name", "process"), [(FAULT, "python"), (LOADED, "EDAC MC0: 9 UE")])
+def test_a_crash_reports_no_broken_hardware(
+    node: Node, attacker: Attacker, tmp_path_factory: pytest.TempPathFactory, name: str, process: str
+) -> None:
+    """A crash is all that it counts as, whatever the file and the process are called."""
+    if Path("/proc/sys/debug/exception-trace").read_text().strip() != "1":
+        pytest.skip("this kernel does not log crashes (debug.exception-trace)")
+    own = node.shm / "files"
+    attacker.run(make_folder, str(own))
+    with node.agent():
+        before = node.series(EVENTS)
+        assert attacker.run(crash_in_a_file, str(own), name, process) == f"{-signal.SIGSEGV}\n"
+        assert eventually(lambda: node.series(EVENTS)['kind="segfault"'] > before['kind="segfault"'])
+        after = node.series(EVENTS)
+        assert {kind for kind in after if after[kind] != before[kind]} == {'kind="segfault"'}
+
+
+def make_folder(path: str) -> None:
+    """A folder of the attacker's own."""
+    from pathlib import Path
+
+    Path(path).mkdir()

@@ -1,4 +1,4 @@
-"""A study of real runs: killed at any time and repeated, each cell runs once, and every loss has the same bits."""
+"""Studies of real runs: killed and repeated each cell runs once; verdicts hold for an A/A arm and a known effect."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from random import Random
+from statistics import fmean, mean, stdev
 
 import psutil
 import pytest
 from trainer_world import CONFIG
 
-from opsd.ablate.cells import Found, cells_of, look
+from opsd.ablate.cells import SETTINGS, Found, cells_of, look, prepare
 from opsd.ablate.study import read_study
+from opsd.ablate.verdict import judge
 from tests.fakes.clock import until
+from tests.integration.slurm.training import make_data
+
+# A study of real runs: killed at any time and repeated, each cell runs once, and every loss has the same bits.
+
 
 STUDY = """
 baseline = "base.toml"
@@ -26,7 +33,7 @@ set = ["data.shards=SHARDS", "run.steps=12", "schedule.decay_start=8", "schedule
 [arm.rate]
 set = ["optimizer.lr=1e-3"]
 """
-pytestmark = pytest.mark.xdist_group("studies")  # they share one
+
 ABLATE = [sys.executable, "-m", "opsd", "ablate"]
 
 
@@ -72,6 +79,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     return study
 
 
+@pytest.mark.xdist_group("studies")
 @pytest.mark.slow
 def test_a_finished_study_starts_nothing_and_reports(quiet: Path) -> None:
     """All cells are done after one command; the next one changes no file of them."""
@@ -96,6 +104,7 @@ def reached(study: Path, root: Path, steps: int) -> bool:
     return sum(each.step for each in found_in(study, root)) >= steps
 
 
+@pytest.mark.xdist_group("studies")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_study_goes_on(tmp_path: Path, shards: Path, quiet: Path) -> None:
@@ -115,6 +124,7 @@ def test_a_killed_study_goes_on(tmp_path: Path, shards: Path, quiet: Path) -> No
     assert sorted(starts(study, root).values()) == [1, 1, 1, 2]
 
 
+@pytest.mark.xdist_group("studies")
 @pytest.mark.slow
 def test_ctrl_c_saves_the_cell(tmp_path: Path, shards: Path, quiet: Path) -> None:
     """It ends with the code of an interrupt, and the next call goes on from that step."""
@@ -132,6 +142,7 @@ def test_ctrl_c_saves_the_cell(tmp_path: Path, shards: Path, quiet: Path) -> Non
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.xdist_group("studies")
 @pytest.mark.slow
 def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path, shards: Path) -> None:
     """With its exit code and its log; the study then ends with 1."""
@@ -143,3 +154,58 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path, shards: 
     assert "baseline with seed 1" in done.stdout and "rate with seed 1" in done.stdout
     assert "failed with exit code" in done.stderr and "cell.log" in done.stderr
     assert [each.state for each in found_in(study, study.with_suffix(""))] == ["done", "failed"]
+
+
+# A pool of 24 real runs, from which verdicts are drawn: an A/A arm never wins, a known effect is found.
+
+
+STUDY_ABLATE_POOL = """
+baseline = "tiny"
+seeds = 8
+set = [
+    "data.shards=SHARDS", "data.sequence=64", "run.steps=40", "model.width=64", "model.ffn=160",
+    "schedule.decay_start=30", "schedule.decay_end=40",
+]
+[arm.same]
+[arm.rate]
+set = ["optimizer.lr=KNOWN"]
+"""
+
+KNOWN = "3e-4"
+"""A tenth of the learning rate of the baseline."""
+
+DRAWS, PAIRS = 20, 6
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_verdicts_drawn_from_real_runs_are_right(tmp_path: Path) -> None:
+    """The runs of the A/A arm have the bits of the baseline; paired with other seeds, they have its noise."""
+    path = tmp_path / "study.toml"
+    path.write_text(STUDY_ABLATE_POOL.replace("SHARDS", str(make_data(tmp_path, 400_000))).replace("KNOWN", KNOWN))
+    values: dict[str, dict[int, float]] = {}
+    for cell in cells_of(read_study(path), path.with_suffix("")):
+        prepare(cell)
+        subprocess.run([sys.executable, "-m", "opsd.trainer", str(cell.folder / SETTINGS)], check=True)
+        lines = map(json.loads, (cell.folder / "metrics.jsonl").read_text().splitlines())
+        value = fmean([line["loss"] for line in lines][-cell.steps // 10 :])
+        values.setdefault(cell.arm.name, {})[cell.seed] = value
+    baseline, same, rate = values["baseline"], values["same"], values["rate"]
+    assert same == baseline
+    effect = [rate[seed] - baseline[seed] for seed in baseline]
+    print(f"baseline {mean(baseline.values()):.4f}, deviation {stdev(baseline.values()):.4f}")
+    print(f"effect {mean(effect):+.4f}, deviation of a pair {stdev(effect):.4f}")
+
+    rng, right, winners = Random(37), 0, 0
+    for _ in range(DRAWS):
+        seeds = rng.sample(sorted(baseline), PAIRS)
+        others = rng.sample(sorted(baseline), PAIRS)
+        drawn = {
+            "same": {seed: same[other] for seed, other in zip(seeds, others, strict=True)},
+            "rate": {seed: rate[seed] for seed in seeds},
+        }
+        found = {each.name: each.verdict for each in judge({seed: baseline[seed] for seed in seeds}, drawn)}
+        winners += found["same"] in ("better", "worse")
+        right += found["rate"] == "worse" and found["same"] in ("undecided", "equivalent")
+    print(f"{right} of {DRAWS} right, {winners} winners in A/A")
+    assert winners == 0 and right >= DRAWS - 1

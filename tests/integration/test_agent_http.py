@@ -1,12 +1,14 @@
-"""The agent over real HTTP, with collectors that raise, hang and find nothing."""
+"""The agent over real HTTP: collectors that fail, clients that mean harm, and those that take all they can get."""
 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http import HTTPStatus
 from http.client import HTTPConnection
@@ -14,14 +16,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from opsd import exitcodes
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import server as module
+from opsd.agent.web.admission import Budget, Budgets
 from opsd.agent.web.app import Answer, App, Request
-from opsd.agent.web.server import Server
-from opsd.collectors.base import NoData, Reading, RepairFact, RepairStep, Sample
+from opsd.agent.web.server import CONNECTION_S, HEADER_S, MAX_PER_PEER, Server
+from opsd.collectors.base import Metric, NoData, Reading, RepairFact, RepairStep, Sample
 from opsd.commands.main import cli
 from opsd.runbooks.base import Cost, State
 from tests.fakes.agent import SILENT, Agent, runbook
@@ -29,7 +34,11 @@ from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
 from tests.fakes.incidents import finding, incident
 
+# The agent over real HTTP, with collectors that raise, hang and find nothing.
+
+
 HOSTILE = "list[/0] [red]x\x1b[2J"
+
 FACTS = {"node": "node", "mode": "act", "started_at": 1.0}
 
 
@@ -326,3 +335,305 @@ def test_what_is_no_agent_is_told(answer: tuple[int, object]) -> None:
     server.close()
     assert (asked.exit_code, asked.exception.__class__) == (exitcodes.FAILED, SystemExit)
     assert asked.output.startswith(f"opsd: no agent answers at http://{server.address} (something else says {status} ")
+
+
+# The agent's HTTP server under clients that take all they can get.
+
+
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class StuckApp(App):
+    """Its pages of jobs take as long as ``may_end`` is not set, as where a user's file system does not answer."""
+
+    def __init__(self) -> None:
+        snapshot = Snapshot(1, time.monotonic() + 1e6, time.time())
+        super().__init__(lambda: snapshot, {"node": "n"}, stale_s=5.0)
+        self.may_end = threading.Event()
+
+    def __call__(self, request: Request):
+        if request.path.startswith("/job/"):
+            self.may_end.wait(60)
+        return super().__call__(request)
+
+
+@pytest.fixture
+def app() -> Iterator[StuckApp]:
+    app = StuckApp()
+    yield app
+    app.may_end.set()
+
+
+@pytest.fixture
+def server(app: StuckApp) -> Iterator[Server]:
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(app)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def address(server: Server) -> tuple[str, int]:
+    return "127.0.0.1", server.server_port
+
+
+def test_many_slow_connections_fail_no_scrape(server: Server, address: tuple[str, int]) -> None:
+    """Two hundred that send a byte now and then: 29 of 30 scrapes found no thread."""
+    stop = threading.Event()
+
+    def dawdle() -> None:
+        while not stop.is_set():
+            try:
+                with socket.create_connection(address, timeout=20) as connection:
+                    connection.sendall(b"GET /metrics HTTP/1.1\r\n")
+                    while not stop.wait(0.3):
+                        connection.sendall(b"X")
+            except OSError:
+                stop.wait(0.05)
+
+    for _ in range(200):
+        threading.Thread(target=dawdle, daemon=True).start()
+    try:
+        assert eventually(lambda: server.connections >= MAX_PER_PEER)
+        answers = [status(address, SCRAPE) for _ in range(30) if not stop.wait(0.05)]
+    finally:
+        stop.set()
+    assert answers == [200] * 30
+    assert server.refused["share"] > 0
+    assert server.connections <= MAX_PER_PEER
+
+
+def test_a_header_has_two_seconds_altogether(server: Server, address: tuple[str, int]) -> None:
+    """Not for each byte, and less than the whole connection has."""
+    with socket.create_connection(address, timeout=20) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - began < 20:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+        assert HEADER_S - 0.5 < time.monotonic() - began < 20
+    assert server.refused["slow"] == 1
+
+
+def test_answers_that_do_not_come_hold_up_no_scrape(address: tuple[str, int]) -> None:
+    """As many as may be open wait for pages that are made from files of users."""
+    waiting = []
+    for _ in range(MAX_PER_PEER - 1):
+        waiting.append(socket.create_connection(address, timeout=20))
+        waiting[-1].sendall(b"GET /job/4242 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert status(address, SCRAPE) == 200
+    assert status(address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+    waiting[-1].settimeout(2 * CONNECTION_S)
+    assert waiting[-1].recv(1) == b""  # it is over after some seconds
+    for connection in waiting:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b"HTTP/1.1\r\nHost: evil.example.com", 421), (b"HTTP/1.1\r\nHost: 127.0.0.1:9477", 200),
+        (b"HTTP/1.0\r\nX: y", 200), (b"HTTP/1.1\r\nX: y", 400), (b"HTTP/1.1\r\nHost: localhost\r\nHost: evil", 400),
+    ],
+)  # fmt: skip
+def test_only_own_names_are_answered(server: Server, address: tuple[str, int], head: bytes, expected: int) -> None:
+    """A web page in somebody's browser that lets its name point to this node reads nothing."""
+    assert status(address, b"GET /metrics " + head + b"\r\n\r\n") == expected
+    assert server.refused["host"] == (expected == 421)
+
+
+class LongApp(App):
+    """Each answer but a scrape has 5 MB; with ``own`` each has its own."""
+
+    def __init__(self, *, own: bool) -> None:
+        snapshot = Snapshot(1, time.monotonic() + 1e6, time.time())
+        super().__init__(lambda: snapshot, {"node": "n"}, stale_s=5.0)
+        self._own, self._body = own, b"x" * 5_000_000
+
+    def __call__(self, request: Request):
+        if request.path == "/metrics":
+            return super().__call__(request)
+        return HTTPStatus.OK, self._body + b"y" if self._own else self._body, {}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_answers_that_nobody_reads_have_a_limit(own: bool) -> None:
+    """30 of 5 MB each were 150 MB; the same answer is there once, however many have not read it."""
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(LongApp(own=own))
+    waiting = []
+    try:
+        for _ in range(30):
+            waiting.append(socket.socket())
+            waiting[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            waiting[-1].connect(("127.0.0.1", server.server_port))
+            waiting[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        readable = [select.select([each], [], [], 20)[0] for each in waiting]
+        assert all(readable)
+        assert eventually(lambda: server.refused["share"] > 0) if own else server.refused["share"] == 0
+        assert status(("127.0.0.1", server.server_port), SCRAPE) == 200
+    finally:
+        for connection in waiting:
+            connection.close()
+        server.close()
+
+
+@pytest.fixture
+def poor(app: StuckApp) -> Iterator[Server]:
+    """A server whose peers may connect three times, and have one answer."""
+    budgets = Budgets(unlimited=(), connections=Budget(3, 1e-6), answers=Budget(1e-9, 1e-6))
+    server = Server("127.0.0.1:0", SILENT, budgets=budgets)
+    server.start(app)
+    yield server
+    server.close()
+
+
+def test_a_peer_pays_for_what_is_made_for_it_alone(poor: Server) -> None:
+    """Whoever has used up its processor time is refused such answers for a while, and no scrape."""
+    odd = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text;version=7.0.0\r\n\r\n"
+    asked = (b"GET /api/v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n", odd, SCRAPE)
+    assert [status(("127.0.0.1", poor.server_port), text) for text in asked] == [200, 429, 200]
+    assert poor.refused["share"] == 1
+
+
+def test_a_peer_that_connects_without_end_is_not_served(poor: Server) -> None:
+    """Each connection takes the thread that serves all."""
+    assert [status(("127.0.0.1", poor.server_port), SCRAPE) for _ in range(5)] == [200, 200, 200, 0, 0]
+    assert poor.refused["share"] == 2
+
+
+# The agent's HTTP server against clients that mean harm, or do not know better.
+
+
+VALUE_HTTP_HARDENING = Metric("opsd_fake_value", "A value.", labels=("source",))
+
+PATHS = ("/", "/metrics", "/healthz", "/api/v1/incidents", "/api/v1/ranks", "/job/4242", "/runbooks/gpu_throttle")
+
+
+@pytest.fixture(scope="module")
+def http_hardening_address() -> Iterator[tuple[str, int]]:
+    """A server whose metrics are some megabytes."""
+    samples = tuple(Sample(VALUE_HTTP_HARDENING, 1.0, (f"{'x' * 100}{number}",)) for number in range(30_000))
+    snapshot = Snapshot(1, time.monotonic() + 1e6, time.time(), samples=(samples,))
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(App(lambda: snapshot, {"node": "n"}, stale_s=5.0))
+    host, _, port = server.address.rpartition(":")
+    yield host, int(port)
+    server.close()
+
+
+def exchange(address: tuple[str, int], request: bytes) -> bytes:
+    """Send ``request`` and nothing more; the beginning of the answer."""
+    with socket.create_connection(address, timeout=20) as connection:
+        try:
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(4096)
+        except OSError:
+            return b""
+
+
+def status(address: tuple[str, int], request: bytes) -> int:
+    """The status of the answer, 0 if there was none."""
+    words = exchange(address, request).split(b" ", 2)
+    return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") else 0
+
+
+lines = st.binary(max_size=200).filter(lambda text: b"\n" not in text and b"\r" not in text)
+
+
+@settings(max_examples=150)
+@given(
+    path=lines.map(lambda text: b"/" + text),
+    headers=st.lists(st.tuples(lines, lines), max_size=8),
+    method=st.sampled_from([b"GET", b"HEAD"]),
+)
+@example(path=b"/?limit=\xff%ff&refresh=%00", headers=[], method=b"GET")
+@example(path=b"//[", headers=[], method=b"GET")
+@example(path=b"http://[::1/metrics", headers=[(b"Host", b"[")], method=b"GET")
+@example(path=b"/metrics", headers=[(b"Accept", b";q=\xff," * 30), (b"Accept-Encoding", b"gzip;q=x")], method=b"GET")
+@example(path=b"/metrics", headers=[(b"Accept", b"application/openmetrics-text;version=x")], method=b"GET")
+@example(path=b"/metrics", headers=[(b"Accept", b"text/plain;version=1..0")], method=b"GET")
+@example(path=b"/metrics", headers=[(b"Accept", b"application/openmetrics-text;version=1\xb2")], method=b"GET")
+@example(path=b"/api/v1/incidents?" + b"a&" * 50, headers=[], method=b"GET")
+@example(path=b"/api/v1/incidents?limit=" + "²".encode(), headers=[], method=b"GET")
+def test_no_request_is_a_bug(http_hardening_address: tuple[str, int], path: bytes, headers, method: bytes) -> None:
+    """Whatever comes in, the answer is never an error of the server, and the next one is answered."""
+    text = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    assert (
+        0
+        < status(http_hardening_address, method + b" " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + text + b"\r\n")
+        < 500
+    )
+    assert status(http_hardening_address, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+
+
+@settings(max_examples=100)
+@given(request=st.binary(max_size=400))
+def test_bytes_that_are_no_request_do_no_harm(http_hardening_address: tuple[str, int], request: bytes) -> None:
+    """Not even HTTP."""
+    exchange(http_hardening_address, request + b"\r\n\r\n")
+    assert status(http_hardening_address, b"GET /healthz HTTP/1.0\r\n\r\n") == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/runbooks/../server.py", "/runbooks/%00",
+        "/job/%00", "/job/../api",
+        "/runbooks/..%2f..%2fetc%2fpasswd", "file:///etc/passwd", "/api/v1/incidents/%2e%2e%2fconfig",
+    ],
+)  # fmt: skip
+def test_no_path_leads_to_a_file(http_hardening_address: tuple[str, int], path: str) -> None:
+    """The server has no files to give: what it does not know is 404."""
+    assert status(http_hardening_address, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE", "get"])
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_can_be_changed(http_hardening_address: tuple[str, int], method: str, path: str) -> None:
+    """There are no control endpoints, and no method but those that read."""
+    assert status(http_hardening_address, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) == 501
+
+
+def test_headers_beyond_all_measure_are_refused(http_hardening_address: tuple[str, int]) -> None:
+    """A line of a megabyte, and ten thousand headers."""
+    assert status(http_hardening_address, b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n") in (
+        0,
+        431,
+    )
+    assert status(http_hardening_address, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000 + b"\r\n") in (0, 431)
+    assert status(http_hardening_address, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+
+
+def test_fifty_at_once_are_all_answered(http_hardening_address: tuple[str, int]) -> None:
+    """Several Prometheis, a dashboard on a wall and everybody who looks after an alert."""
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(
+            pool.map(lambda _: status(http_hardening_address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), range(50))
+        )
+    assert answers == [200] * 50
+
+
+@pytest.mark.slow
+def test_scrapers_that_never_read_are_cut_off(http_hardening_address: tuple[str, int]) -> None:
+    """Some that ask for megabytes and take none hold up neither the others nor the agent."""
+    deaf = []
+    for _ in range(4):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(http_hardening_address)
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        deaf.append(connection)
+    began = time.monotonic()
+    assert status(http_hardening_address, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+    assert time.monotonic() - began < CONNECTION_S
+    time.sleep(CONNECTION_S + 1)
+    for connection in deaf:
+        connection.settimeout(20)
+        got = 0
+        while chunk := connection.recv(1 << 20):
+            got += len(chunk)
+        assert got < 3_000_000
+        connection.close()

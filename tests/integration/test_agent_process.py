@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from opsd import exitcodes
-from opsd.client import Reporter
+from opsd.client import Reporter, process_start
+from opsd.commands.metrics import catalogue
 from opsd.simulated.gpus import SimulatedGpus
 from opsd.slurm.deferred import DeferredUpdates
+from opsd.stack.node import Port
 from tests.fakes.clock import eventually
+from tests.fakes.openapi import Description
 from tests.fakes.process import Opsd
 from tests.fakes.webhook import Webhook
 
@@ -310,3 +316,189 @@ def test_a_person_has_an_incident_and_closes_it(gpu_opsd: Opsd, gpus: SimulatedG
     silent = gpu_opsd.run("incidents", "ack", id, *config)
     assert silent.returncode == exitcodes.FAILED and "does an agent run on this node?" in silent.stderr
     assert gpu_opsd.run("incidents", "ack", id, "--for", "4", *config).returncode == exitcodes.USAGE
+
+
+# A running agent that reads its configuration again.
+
+
+def status(opsd: Opsd) -> dict[str, Any]:
+    return json.loads(opsd.get("/api/v1/status") or "{}")
+
+
+def test_a_hangup_reloads_the_configuration(opsd: Opsd) -> None:
+    """It ended the agent, which systemd took for a clean exit. A file that is wrong changes nothing."""
+    good = opsd.config.read_text()
+    with opsd.agent("--set=agent.interval_s=0.1") as process:
+        opsd.config.write_text(good + '[policy]\nmode = "recommend"\n[thermal]\nenabled = false\n')
+        process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: status(opsd).get("mode") == "recommend")
+        assert eventually(lambda: "thermal" not in [each["name"] for each in status(opsd)["collectors"]])
+        opsd.config.write_text("[agent]\nlisen = 1\n")
+        process.send_signal(signal.SIGHUP)
+        assert eventually(opsd.shows("opsd_config_last_reload_successful 0.0"))
+        said = status(opsd)
+        assert "unknown key agent.lisen" in said["config"]["problem"]
+        assert (said["mode"], process.poll()) == ("recommend", None)
+        assert opsd.get("/healthz")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == exitcodes.OK
+    assert "configuration refused, the old one stays" in log
+    assert "Traceback" not in log
+
+
+def test_the_command_says_what_came_of_it(opsd: Opsd) -> None:
+    """Done, refused, or needing a restart; it finds the agent by what the kernel knows of its journal."""
+    good = opsd.config.read_text()
+    reload = ("config", "reload", "--config", str(opsd.config), "--url", f"http://127.0.0.1:{opsd.port}")
+    with opsd.agent("--set=agent.interval_s=0.1"):
+        assert eventually((opsd.folder / "state/journal.lock").exists)
+        assert opsd.run(*reload).stdout == "reloaded\n"
+        opsd.config.write_text(good.replace("[agent]", "[agent]\ndeadline_s = 3.0"))
+        assert opsd.run(*reload).stdout == "reloaded; at the next start of the agent: agent.deadline_s\n"
+        opsd.config.write_text(good.replace("[agent]", "[agent]\nweb_config = '/none.yml'"))
+        refused = opsd.run(*reload)
+        assert refused.returncode == exitcodes.FAILED
+        assert "refused, the old configuration stays: /none.yml" in refused.stderr
+        opsd.config.write_text("[agent]\nlisen = 1\n")  # the command cannot tell from it where the agent is
+        unusable = opsd.run(*reload[:4])
+        assert unusable.returncode == exitcodes.FAILED
+        assert "refused, the agent was not told" in unusable.stderr and "unknown key agent.lisen" in unusable.stderr
+        opsd.config.write_text(good)
+    nobody = opsd.run(*reload)
+    assert nobody.returncode == exitcodes.FAILED
+    assert "no agent answers" in nobody.stderr
+
+
+# A real agent's answers over HTTP, held against the description that it serves.
+
+
+def test_the_api_of_a_real_agent_is_as_described(tmp_path: Path, library: str) -> None:
+    """Every route of its own description, with a run, a rank and an incident."""
+    gpus = SimulatedGpus.create(tmp_path / "gpus.state", count=2)
+    opsd = Opsd(tmp_path, library, gpus)
+    folder = tmp_path / "shm/run"
+    folder.mkdir(parents=True)
+    own = {
+        "run": "run", "job": "", "node": "n", "state": "running", "generation": 1, "launcher_pid": os.getpid(),
+        "launcher_start": 1, "world_size": 1, "control": "", "folder": str(tmp_path), "logs": str(tmp_path),
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(own))
+    Reporter(folder / "rank-0000.page", rank=0, gpu=1, run="run").step(tokens=10, loss=float("nan"))
+    with gpus, opsd.agent("--set=agent.interval_s=0.2"):
+        assert eventually(lambda: (opsd.get("/metrics") or "").count("\nDCGM_FI_DEV_GPU_TEMP{") == 2)
+        gpus[1].lost = True
+        incidents = eventually(lambda: json.loads(opsd.get("/api/v1/incidents") or "{}").get("incidents"))
+        description = Description(opsd.get("/api/v1/openapi.json") or "")
+        assert len(description.paths) >= 10
+        ids = {"incidents": incidents[0]["id"], "jobs": "run", "repairs": None}
+        for path in description.paths:
+            if (id := ids.get(path.split("/")[3], "")) is not None:
+                body = opsd.get(path.replace("{id}", id))
+                assert body is not None and description.errors(path, 200, body) == [], path
+        status = json.loads(opsd.get("/api/v1/status") or "{}")
+        assert status["ranks"] and status["runs"] and len(status["gpus"]) == 2
+        assert "null" in (opsd.get("/api/v1/ranks") or "")
+
+
+# What a scrape of the real agent holds on a node with GPUs, RDMA ports and a run.
+
+
+GPUS = 2
+
+ELSEWHERE = {
+    "opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending", "opsd_gpu_fabric_problem",
+    "opsd_gpu_fabric_info",
+    "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "DCGM_FI_PROF_PIPE_FP16_ACTIVE",
+    "opsd_run_seconds_total", "opsd_run_planned_seconds", "opsd_run_forecast_seconds", "opsd_run_beyond_plan_seconds",
+}  # fmt: skip
+"""What the simulated H100 does not tell, and what is off by default."""
+
+OF_THE_KERNEL = (
+    "opsd_host_pressure", "opsd_host_numa", "opsd_host_clock_offset", "opsd_host_clock_max_error", "opsd_host_gpu_",
+)  # fmt: skip
+"""Not told by every kernel, or not while no service keeps the clock right, or only on machines with a real GPU."""
+
+OF_INCIDENTS = ("opsd_incident_brief_info", "opsd_incident_gpu_seconds")
+"""Not told while there is no incident."""
+
+OF_SOME_RUNS = ("opsd_evaluation_", "opsd_rank_router_")
+"""Gauges of runs that evaluate their checkpoints, or have a mixture of experts; this one does neither."""
+
+
+def start_run(folder: Path) -> list[Reporter]:
+    """A run of this process with two ranks that have trained a step and saved a checkpoint."""
+    folder.mkdir(parents=True)
+    run = {
+        "job": "4242", "node": "n", "state": "running", "generation": 1, "launcher_pid": os.getpid(),
+        "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run))
+    mixture = {"t": 0.0, "event": "data_mixture", "rank": 0, "step": 0, "tokens": {"web": 8192}, "epochs": {"web": 0.1}}
+    (folder / "events.jsonl").write_text(json.dumps(mixture) + "\n")
+    pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
+    reporters = [Reporter(page, rank=rank, gpu=rank, job="4242", run="train") for rank, page in enumerate(pages)]
+    for reporter in reporters:
+        reporter.model(flops_per_token=18e9, peak_flops=989e12)
+        reporter.step(tokens=4096, loss=2.0, grad_norm=1.0, learning_rate=1e-3)
+        reporter.checkpoint_committed(0)
+    return reporters
+
+
+@pytest.fixture(scope="module")
+def scrape(tmp_path_factory: pytest.TempPathFactory, library: str) -> Iterator[str]:
+    """One scrape, in Prometheus' own format, of an agent that has looked several times."""
+    folder = tmp_path_factory.mktemp("node")
+    Port(folder / "infiniband/mlx5_0")
+    reporters = start_run(folder / "shm" / "train")
+    with SimulatedGpus.create(folder / "gpus.state", count=GPUS) as gpus:
+        gpus[0].set_processes([(os.getpid(), 1 << 30)])
+        gpus[1].partition(["1g.10gb"])
+        opsd = Opsd(folder, library, gpus)
+        options = [
+            f"--set=infiniband.root={folder / 'infiniband'}",
+            '--set=infiniband.expect=["mlx5_0"]',
+            "--set=agent.interval_s=0.2",
+        ]
+        with opsd.agent(*options):
+            assert eventually(lambda: "\nopsd_agent_ticks_total 5" in (opsd.get("/metrics") or ""))
+            yield opsd.get("/metrics") or ""
+    assert reporters
+
+
+def test_every_series_is_in_the_catalogue(scrape: str) -> None:
+    """With the labels that `opsd metrics --list` names, and there is nothing else."""
+    known = {metric.name: set(metric.labels) for _, metric in catalogue()}
+    seen = {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(scrape)
+        for sample in family.samples
+    }
+    assert {name: labels for name, labels in seen.items() if known.get(name) != labels} == {}
+
+
+@pytest.mark.parametrize("source", ["agent", "nvml", "host", "infiniband", "ranks"])
+def test_every_metric_is_there_from_the_start(scrape: str, source: str) -> None:
+    """Counters too, at 0: one that appears with its first event makes increase() blind for that event."""
+    seen = {sample.name for family in text_string_to_metric_families(scrape) for sample in family.samples}
+    orphans = {"opsd_gpu_orphan_processes", "opsd_gpu_orphan_memory_bytes"}
+    missing = {metric.name for name, metric in catalogue() if source in name.split(", ")} - seen
+    assert {
+        name
+        for name in missing - ELSEWHERE - orphans
+        if not name.startswith((*OF_THE_KERNEL, *OF_INCIDENTS, *OF_SOME_RUNS))
+    } == set()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed")
+def test_promtool_finds_nothing_wrong(scrape: str) -> None:
+    """But for dcgm-exporter's label names and one of its metrics' names, which are what they are."""
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=scrape, capture_output=True, text=True, check=False
+    )
+    said = (checked.stdout + checked.stderr).splitlines()
+    theirs = (
+        "label names should be written in 'snake_case' not 'camelCase'",
+        "metric name should not include type 'counter'",
+    )
+    assert [line for line in said if not (line.startswith("DCGM_FI_") and line.endswith(theirs))] == []

@@ -1,7 +1,4 @@
-"""Files of commands whose call fails, that are killed, or whose power fails: whole or absent, and nothing is left over.
-
-The commands run as users run them. Each says of an error one sentence, with the file.
-"""
+"""Files when a call fails, a process is killed or power fails: whole or absent, also of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,13 +19,20 @@ from typing import TypeVar
 import pytest
 from trainer_world import CONFIG, Run
 
-from opsd.checkpoints.manifest import folder_of, steps, verify
+from opsd import exitcodes
+from opsd.checkpoints.manifest import MANIFEST, folder_of, read, steps, verify
 from opsd.config import template
 from opsd.durable import DRAFT
+from opsd.trainer.locks import LOCKS
 from tests.fakes.corpora import make_corpus
 from tests.fakes.faults import ERRORS, Call, Faults, calls
+from tests.fakes.launched import Launched
 from tests.fakes.power_loss import changes, losses, rebuild
-from tests.fakes.saving import SavedRun
+from tests.fakes.saving import EVERY, STEPS, SavedRun
+
+# Files of commands whose call fails, that are killed, or whose power fails: whole or absent, and nothing is left
+# over.
+
 
 T = TypeVar("T")
 
@@ -269,10 +273,13 @@ def without_power(writer: Writer, tmp_path: Path, count: int | None) -> None:
 
 SAMPLE = 2
 """As many calls fail in a test of ``make test``; ``make test-long`` has all of them."""
+
 sampled = pytest.mark.parametrize(
     "count", [SAMPLE, pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
+
 Make = Callable[[Path], Writer]
+
 WRITERS = [corpus, staged, uploaded, journalled, launched]
 
 
@@ -398,3 +405,217 @@ def test_two_builds_of_one_corpus_do_not_mix(tmp_path: Path) -> None:
         os.close(descriptor)
     assert (refused.returncode, refused.stderr.count("\n"), "another build" in refused.stderr) == (2, 1, True)
     assert run(writer, Faults(writer.folder)).returncode == 0
+
+
+# ``opsd launch`` on the trainer when the storage of the last checkpoint fails: exit code 0 means that it is whole.
+
+
+LAST = 24
+
+SETTINGS = (f"run.steps={LAST}", "checkpoint.every=4")
+
+
+def durable_launch_launched(folder: Path, shards: Path, faults: Faults, *options: str) -> Launched:
+    """The run of two ranks in ``folder`` whose persist processes meet ``faults``."""
+    folder.mkdir()
+    config = folder / "config.toml"
+    config.write_text(CONFIG)
+    settings = [f"--set={setting}" for setting in (*SETTINGS, f"data.shards={shards}")]
+    program = ("-m", "opsd.trainer", str(config), *settings)
+    flags = ("--nproc-per-node=2", "--no-standby", *options)
+    return Launched(folder, "", *flags, program=program, env=faults.environment)
+
+
+def of_last_save(folder: Path, rank: int) -> Faults:
+    """Faults of the persist process of ``rank`` in the folder of the last checkpoint."""
+    return Faults(folder_of(folder / "run/checkpoints", LAST), f'"rank": {rank},')
+
+
+def check(folder: Path, shards: Path, faults: Faults, *options: str) -> int:
+    """The exit code of the run. Every checkpoint that it leaves is whole, and with 0 the last is there."""
+    log = folder.with_name(f"{folder.name}.calls")
+    with durable_launch_launched(folder, shards, replace(faults, log=log), *options) as run:
+        code = run.wait(120)
+        assert calls(log), "no call has met the faults"
+        checkpoints = run.run / "checkpoints"
+        for step in steps(checkpoints):
+            assert verify(folder_of(checkpoints, step)).step == step
+        told = {event["step"] for event in run.events("checkpoint_committed")}
+        assert (LAST in steps(checkpoints)) == (LAST in told) == (code == exitcodes.OK), run.err
+    return code
+
+
+def test_a_sync_of_the_last_save_fails_once(tmp_path: Path, shards: Path) -> None:
+    """The second is that of the folder, after the part got its name; the part used to be removed once committed."""
+    for number in (1, 2):
+        faults = of_last_save(tmp_path / f"{number}", rank=1)
+        assert check(tmp_path / f"{number}", shards, replace(faults, calls="fsync", first=number)) == exitcodes.OK
+
+
+@pytest.mark.waiting
+def test_a_last_save_that_is_never_proved_ends_no_run_well(tmp_path: Path, shards: Path) -> None:
+    """Nor its restart, which finds that checkpoint: it used to end with 0."""
+    root = tmp_path / "run/run/checkpoints"
+    faults = Faults(root, "opsd.trainer", calls="fsync", first=1, count=100_000, exact=True)
+    with durable_launch_launched(tmp_path / "run", shards, faults, "--max-restarts=1") as run:
+        assert run.wait(400) != exitcodes.OK
+        assert LAST in steps(root)
+        assert f"could not be saved: {root}" in run.err
+
+
+@pytest.mark.parametrize(("rank", "restarts"), [(0, 1), (1, 0)])
+def test_a_run_that_cannot_save_its_last_step_fails(tmp_path: Path, shards: Path, rank: int, restarts: int) -> None:
+    """And it says so, restarted or not; the checkpoints before are whole."""
+    faults = replace(of_last_save(tmp_path / "run", rank), first=1, count=100_000, error=errno.ENOSPC)
+    assert check(tmp_path / "run", shards, faults, f"--max-restarts={restarts}") != exitcodes.OK
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_of_the_last_save_fails_once(tmp_path: Path, shards: Path, rank: int, done: bool) -> None:
+    """Each of them, and reported as failed although it was carried out."""
+    log = tmp_path / "calls"
+    with durable_launch_launched(
+        tmp_path / "counted", shards, replace(of_last_save(tmp_path / "counted", rank), log=log)
+    ) as run:
+        assert run.wait(120) == exitcodes.OK
+    for call in calls(log):
+        folder = tmp_path / f"{call.number}"
+        faults = replace(of_last_save(folder, rank), first=call.number, done=done)
+        assert check(folder, shards, faults) == exitcodes.OK, f"call {call.number}: {call.name} {call.path}"
+
+
+# Checkpoints when a call of a persist process fails, one at a time: what was committed stays whole, whatever fails.
+
+
+A_WHILE = 1000
+"""As many calls as a process makes: storage that fails until the end."""
+
+
+def of_rank(run: SavedRun, rank: int) -> Faults:
+    """Faults of the persist process of ``rank``, whose command line has its plan."""
+    return Faults(run.checkpoints, f'"rank": {rank},')
+
+
+def saved(run: SavedRun, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the run says that its last step is saved, with ``faults`` in its persist processes."""
+    with monkeypatch.context() as patch:
+        for name, value in faults.environment.items():
+            patch.setenv(name, value)
+        return all(run.go())
+
+
+def calls_of(rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls of the persist process of ``rank`` in a run without faults."""
+    run = SavedRun(folder / "counted")
+    log = folder / "calls"
+    assert saved(run, replace(of_rank(run, rank), log=log), monkeypatch)
+    return calls(log)
+
+
+def durable_saving_check(run: SavedRun, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run meet ``faults``, look at what it says and at what it leaves, and go on with it."""
+    is_saved = saved(run, faults, monkeypatch)
+    assert is_saved or faults.count > 1
+    assert (STEPS in steps(run.checkpoints)) >= is_saved
+    for step in steps(run.checkpoints):
+        assert run.state(step) == run.expected(step)
+    assert all(run.go(STEPS + 1, STEPS + EVERY))
+    for path in run.checkpoints.rglob("*"):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    assert all(run.go(STEPS + EVERY + 1, STEPS + 2 * EVERY))
+    assert sorted(left_over(run.checkpoints)) == []
+    assert steps(run.checkpoints) == [STEPS + EVERY, STEPS + 2 * EVERY]
+
+
+def left_over(root: Path) -> Iterator[str]:
+    """What lies in the folder of the checkpoints and belongs to none."""
+    for path in root.iterdir():
+        if path.name != LOCKS and not (path / MANIFEST).exists():
+            yield path.name
+            continue
+        known = {MANIFEST, *(entry.name for entry in read(path).files)} if path.is_dir() else set()
+        yield from (f"{path.name}/{inner.name}" for inner in path.glob("*") if inner.name not in known)
+
+
+def test_a_part_that_is_announced_is_not_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the calls of rank 1 fail from the name of its last part on, its file stays: the first rank may commit it."""
+    renames = [call.number for call in calls_of(1, tmp_path, monkeypatch) if call.name == "rename"]
+    assert len(renames) == STEPS // EVERY
+    for first, done in ((renames[-1], True), (renames[-1] + 1, False)):
+        for count in (1, A_WHILE):
+            run = SavedRun(tmp_path / f"{first}-{count}")
+            durable_saving_check(run, replace(of_rank(run, 1), first=first, count=count, done=done), monkeypatch)
+
+
+def test_a_save_at_the_end_alone_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one call that fails may be that of a run whose last step is no step of a checkpoint."""
+    counted, log = SavedRun(tmp_path / "counted"), tmp_path / "calls"
+    with monkeypatch.context() as patch:
+        for name, value in replace(of_rank(counted, 0), log=log).environment.items():
+            patch.setenv(name, value)
+        assert all(counted.go(1, EVERY - 1))
+    made = [call.number for call in calls(log) if call.name == "fsync"]
+    for first in made[:2]:
+        run = SavedRun(tmp_path / f"{first}")
+        with monkeypatch.context() as patch:
+            for name, value in replace(of_rank(run, 0), first=first).environment.items():
+                patch.setenv(name, value)
+            assert all(run.go(1, EVERY - 1))
+        assert steps(run.checkpoints) == [EVERY - 1]
+
+
+SHAPES = ("once", "until the end", "reported although done")
+
+
+def shaped(faults: Faults, number: int, shape: str) -> Faults:
+    """``faults`` from the call ``number`` on; the error changes with the number."""
+    error = ERRORS[number % len(ERRORS)]
+    count = A_WHILE if shape == "until the end" else 1
+    return replace(faults, first=number, count=count, error=error, done=shape == "reported although done")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_some_calls_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, shape: str) -> None:
+    """One of each shape in each rank; which one changes with the day, so that all are met in time."""
+    made = calls_of(rank, tmp_path, monkeypatch)
+    number = 1 + (int(time.time() / 86_400) * 7 + 13 * SHAPES.index(shape)) % len(made)
+    run = SavedRun(tmp_path / "run")
+    durable_saving_check(run, shaped(of_rank(run, rank), number, shape), monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, shape: str) -> None:
+    """Each call of the persist process of a rank, in the first, the middle and the last checkpoint."""
+    for call in calls_of(rank, tmp_path, monkeypatch):
+        run = SavedRun(tmp_path / f"{call.number}")
+        try:
+            durable_saving_check(run, shaped(of_rank(run, rank), call.number, shape), monkeypatch)
+        except BaseException as error:
+            error.add_note(f"call {call.number}: {call.name} {call.path}, {shape}")
+            raise
+
+
+def test_power_may_fail_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint that is there afterwards is whole, and of a run that had ended the last one is there."""
+    run, record = SavedRun(tmp_path / "run"), tmp_path / "record"
+    assert saved(run, Faults(run.checkpoints, '"rank": ', record=record), monkeypatch)
+    made = changes(record)
+    assert {change.call for change in made} >= {"create", "write", "sync", "rename", "link", "unlink", "mkdir"}
+    seen = set()
+    for end in range(len(made) + 1):
+        for number, left in enumerate(losses(made[:end], end, 3)):
+            again = SavedRun(tmp_path / f"{end}-{number}")
+            rebuild(left, run.checkpoints.resolve(), again.checkpoints)
+            found = steps(again.checkpoints)
+            assert [again.state(step) for step in found] == [again.expected(step) for step in found], (end, number)
+            assert end < len(made) or STEPS in found, number
+            seen.update(found)
+            shutil.rmtree(again.folder)
+    assert seen == {*range(EVERY, STEPS + 1, EVERY)}

@@ -1,9 +1,10 @@
-"""Launchers that claim and talk over real connections, each a process with an address of its own on loopback."""
+"""Launchers that claim and talk over real connections, and in a world of virtual time."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,6 +26,10 @@ from opsd.ports import free_port
 from tests.fakes import group_process
 from tests.fakes.clock import eventually
 from tests.fakes.group_process import PrintingListener
+from tests.fakes.invariants import FaultInjection
+
+# Launchers that claim and talk over real connections, each a process with an address of its own on loopback.
+
 
 SECRET = "11" * 32
 
@@ -135,3 +140,29 @@ def test_one_that_comes_later_is_taken_in(three: Launchers) -> None:
     """It knows the others, and the secret."""
     three.start(4, 4)
     three.until(lambda: three.begun("n1", "n2", "n3", "n4"))
+
+
+# Launchers in a world of virtual time, for a million events of random faults.
+
+
+EVENTS = 1_000_000
+
+
+@pytest.mark.long
+def test_a_million_events_of_trouble() -> None:
+    """Runs of one to eight launchers, five to sixty faults each: none has two sides, ends for nothing, or stands still.
+
+    An episode that fails is told by its seed.
+    """
+    seed = events = 0
+    while events < EVENTS:
+        pick = random.Random(seed)
+        launchers = pick.randrange(1, 9)
+        least = pick.randrange(1, launchers + 1)
+        trouble = FaultInjection(seed, launchers, least, pick.randrange(least, launchers + 1))
+        try:
+            trouble.go(pick.randrange(5, 60))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        events += trouble.world.events
+        seed += 1

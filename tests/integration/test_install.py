@@ -1,4 +1,4 @@
-"""deploy/install: a node gets opsd, keeps its settings when upgraded, and is rid of it again."""
+"""How a node gets opsd: deploy/install, packages of dpkg and rpm, an image."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ import shutil
 import subprocess
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-INSTALL = Path(__file__).parents[2] / "deploy" / "install"
-ROLE = INSTALL.parent / "ansible/roles/opsd/tasks/main.yml"
-UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
-LINK, MANUAL = "usr/local/bin/opsd", "usr/local/share/man/man1/opsd-launch.1"
-MAINTAINER = "The maintainers <m@opsd.example>"
+from opsd import __version__
 
-pytestmark = pytest.mark.slow
+# deploy/install: a node gets opsd, keeps its settings when upgraded, and is rid of it again.
+
+
+INSTALL = Path(__file__).parents[2] / "deploy" / "install"
+
+ROLE = INSTALL.parent / "ansible/roles/opsd/tasks/main.yml"
+
+UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
+
+LINK, MANUAL = "usr/local/bin/opsd", "usr/local/share/man/man1/opsd-launch.1"
+
+MAINTAINER = "The maintainers <m@opsd.example>"
 
 
 def wheel(folder: Path, version: str, name: str = "opsd", *metadata: str) -> Path:
@@ -77,6 +85,7 @@ def run(root: Path, *options: object, script: Path = INSTALL, **variables: str) 
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_node_with_the_distribution_under_its_old_name_is_upgraded(tmp_path: Path) -> None:
     """One distribution has the files then: removing another would take them along."""
     root = tmp_path / "root"
@@ -88,6 +97,7 @@ def test_a_node_with_the_distribution_under_its_old_name_is_upgraded(tmp_path: P
     assert "0.0.2" in (packages / "opsd/__init__.py").read_text()
 
 
+@pytest.mark.slow
 def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     """Twice is once, an upgrade keeps the settings, and what is removed is gone but for settings and journal."""
     root, first = tmp_path / "root", wheel(tmp_path, "0.0.1")
@@ -126,6 +136,7 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert not (root / "etc/opsd").exists()
 
 
+@pytest.mark.slow
 def test_what_is_installed_is_open_to_the_agent_s_user(tmp_path: Path) -> None:
     """Also where root's umask closes everything, as hardened images have it; and a program of that name stays."""
     root = tmp_path / "root"
@@ -142,6 +153,7 @@ def test_what_is_installed_is_open_to_the_agent_s_user(tmp_path: Path) -> None:
     assert (root / LINK).read_text() == "another opsd"
 
 
+@pytest.mark.slow
 def test_torch_is_installed_if_asked_for(tmp_path: Path) -> None:
     """It takes gigabytes, and not every node has GPUs to test or lacks a Python of the training."""
     root, index = tmp_path / "root", tmp_path / "index"
@@ -158,6 +170,7 @@ def test_torch_is_installed_if_asked_for(tmp_path: Path) -> None:
     assert [*packages.rglob("torch")]
 
 
+@pytest.mark.slow
 def test_what_the_ansible_role_copies_is_all_that_the_installer_needs(tmp_path: Path) -> None:
     """With the pins of this release. Twice is once: a play that changes nothing must not restart the agent."""
     yaml = pytest.importorskip("yaml")
@@ -176,6 +189,7 @@ def test_what_the_ansible_role_copies_is_all_that_the_installer_needs(tmp_path: 
     assert (again.returncode, again.stdout.strip()) == (0, "opsd is up to date")
 
 
+@pytest.mark.slow
 def test_a_package_that_was_exchanged_is_not_installed(tmp_path: Path) -> None:
     """Of the same name and version, with another content than the one whose hash was pinned."""
     root, index = tmp_path / "root", tmp_path / "index"
@@ -188,6 +202,7 @@ def test_a_package_that_was_exchanged_is_not_installed(tmp_path: Path) -> None:
     assert not [*(root / "opt/opsd").rglob("needed")] and not (root / UNIT).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pinned", "said"),
     [("needed==1.0", "Hashes are required"), ("", "opsd 0.0.1 requires needed, which is not installed.")],
@@ -205,6 +220,7 @@ def test_nothing_is_installed_that_is_not_pinned(tmp_path: Path, pinned: str, sa
     assert not (tmp_path / "root" / UNIT).exists()
 
 
+@pytest.mark.slow
 def test_no_code_of_a_package_is_run(tmp_path: Path) -> None:
     """A source distribution would run its own build as root, for which it need not even ask for another package."""
     index, folder = tmp_path / "index", pin(tmp_path / "pinned")
@@ -221,6 +237,7 @@ def test_no_code_of_a_package_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
@@ -238,6 +255,7 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, options: list[str
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.slow
 def test_a_wheel_that_is_none_is_said(tmp_path: Path) -> None:
     """Pip's own words, then ours."""
     broken = tmp_path / "opsd-0.0.1-py3-none-any.whl"
@@ -247,6 +265,7 @@ def test_a_wheel_that_is_none_is_said(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == f"opsd: pip could not install {broken}"
 
 
+@pytest.mark.slow
 def test_the_help_is_what_the_file_says(tmp_path: Path) -> None:
     """Without installing anything."""
     done = run(tmp_path / "root", "--help")
@@ -255,6 +274,7 @@ def test_the_help_is_what_the_file_says(tmp_path: Path) -> None:
     assert "set -euo" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_script_without_a_checkout_asks_for_a_wheel(tmp_path: Path) -> None:
     """As `opsd deploy copy` makes it; nothing is written."""
     copied = tmp_path / "copy" / "install"
@@ -265,3 +285,227 @@ def test_a_copy_of_the_script_without_a_checkout_asks_for_a_wheel(tmp_path: Path
     )
     assert (done.returncode, "--wheel" in done.stderr) == (2, True)
     assert not (tmp_path / "root").exists()
+
+
+# deploy/deb: a package that dpkg installs on a node, again with the settings kept, and removes.
+
+
+BUILD = Path(__file__).parents[2] / "deploy" / "deb"
+
+PYTHON = "/usr/bin/python3"
+
+DPKG = Path("/var/lib/dpkg/status")
+
+
+def build(script: Path, folder: Path, version: str, package: str) -> Path:
+    """The file ``package`` (a pattern) that ``script`` makes of this checkout in ``folder``."""
+    wanted = ("--wheel", str(wheel(folder, version)), "--requirements", str(pin(folder / "nothing")))
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHON": PYTHON}
+    command = [str(script), *wanted, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
+    if "ensurepip is not available" in done.stdout + done.stderr:
+        pytest.skip(f"{PYTHON} makes no virtual environments: install python3-venv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = folder.glob(package)
+    return made
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Path]:
+    """This machine's root as it is, with all changes to it in memory."""
+    if os.geteuid() != 0:
+        pytest.skip("a changed root needs root")
+    memory, root = tmp_path / "memory", tmp_path / "root"
+    memory.mkdir()
+    root.mkdir()
+    mount("-t", "tmpfs", "tmpfs", str(memory))
+    try:
+        for name in ("upper", "work"):
+            (memory / name).mkdir()
+        layers = f"lowerdir=/,upperdir={memory}/upper,workdir={memory}/work"
+        if mount("-t", "overlay", "overlay", "-o", layers, str(root), check=False):
+            pytest.skip("no overlay file system here")
+        try:
+            yield root
+        finally:
+            subprocess.run(["umount", str(root)], check=True)
+    finally:
+        subprocess.run(["umount", str(memory)], check=True)
+
+
+def mount(*arguments: str, check: bool = True) -> int:
+    return subprocess.run(["mount", *arguments], check=check, capture_output=True).returncode
+
+
+def inside(root: Path, *command: str) -> str:
+    done = subprocess.run(["chroot", str(root), *command], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("dpkg-deb") and DPKG.exists()), reason="this is not Debian")
+def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) -> None:
+    """The program runs from /opt/opsd, an edited setting stays, and purging leaves nothing."""
+    say = ("/opt/opsd/bin/python", "-c", "import opsd; print(opsd.__version__)")
+    settings = machine / "etc/opsd/opsd.toml"
+    package = build(BUILD, tmp_path, "0.0.1", "opsd_0.0.1_*.deb")
+    told = subprocess.run(["dpkg-deb", "--field", package, "Maintainer"], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == MAINTAINER
+    shutil.copy(package, machine / "opsd.deb")
+    install = ("dpkg", "--install", "--force-depends", "--force-confold", "--force-unsafe-io", "/opsd.deb")
+    inside(machine, *install)
+    assert inside(machine, *say).strip() == "0.0.1"
+    assert settings.stat().st_mode & 0o777 == 0o644
+    assert str((machine / "usr/bin/opsd").readlink()) == "/opt/opsd/bin/opsd"
+    settings.write_text("mine")
+    inside(machine, *install)
+    assert settings.read_text() == "mine"
+    for unit in ("opsd.service", "opsd-repair.path", "opsd-repair-driver@.service", "opsd-targets.timer"):
+        assert (machine / "usr/lib/systemd/system" / unit).exists()
+    assert (machine / "usr/share/man/man1/opsd-launch.1.gz").exists()
+    pip = (machine / "opt/opsd/bin/pip").read_text().splitlines()[0]
+    assert pip.startswith("#!/opt/opsd/bin/python")
+    inside(machine, "dpkg", "--remove", "opsd")
+    assert not (machine / "opt/opsd").exists() and settings.read_text() == "mine"
+    inside(machine, "dpkg", "--purge", "opsd")
+    assert not (machine / "etc/opsd").exists()
+    assert not (machine / "usr/share/man/man1/opsd-launch.1.gz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("dpkg-deb") and DPKG.exists()), reason="this is not Debian")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--wheel"], "--wheel needs a file"),
+        (["--requirements"], "--requirements needs a folder"),
+        (["--wat"], "unknown option --wat; see deploy/deb --help"),
+        (["/nowhere"], "/nowhere: no such folder"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence_of_deb(options: list[str], said: str) -> None:
+    """With exit code 2."""
+    done = subprocess.run([str(BUILD), *options], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (2, f"opsd: {said}")
+
+
+# deploy/rpm: a package that rpm installs on a node, again with the settings kept, and removes.
+
+
+__all__ = ["machine"]
+
+BUILD_RPM = Path(__file__).parents[2] / "deploy" / "rpm"
+
+
+def ask(package: Path, *options: str) -> list[str]:
+    done = subprocess.run(["rpm", "-qp", *options, package], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("rpmbuild") is None, reason="rpmbuild is not installed")
+def test_rpm_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) -> None:
+    """The package says what it has and needs; the program runs, an edited setting stays, removal leaves no program."""
+    package = build(BUILD_RPM, tmp_path, "0.0.1", "opsd-0.0.1-1.*.rpm")
+    assert ask(package, "--queryformat", "%{PACKAGER}") == [MAINTAINER]
+    files = ask(package, "--list")
+    for path in ("/usr/bin/opsd", "/usr/lib/systemd/system/opsd.service", "/usr/share/man/man1/opsd-launch.1.gz"):
+        assert path in files
+    assert not [path for path in files if str(tmp_path) in path or "__pycache__" in path]
+    assert ask(package, "--configfiles") == ["/etc/opsd/opsd.toml"]
+    assert str(Path(PYTHON).resolve()) in ask(package, "--requires")
+    owners = {line.split()[2] for line in ask(package, "--list", "--verbose")}
+    assert owners == {"root"}
+
+    settings = machine / "etc/opsd/opsd.toml"
+    shutil.copy(package, machine / "opsd.rpm")
+    inside(machine, "rpm", "--install", "--nodeps", "/opsd.rpm")
+    say = ("/opt/opsd/bin/python", "-c", "import opsd; print(opsd.__version__)")
+    assert inside(machine, *say).strip() == "0.0.1"
+    settings.write_text("mine")
+    inside(machine, "rpm", "--upgrade", "--nodeps", "--replacepkgs", "/opsd.rpm")
+    assert settings.read_text() == "mine"
+    inside(machine, "rpm", "--erase", "opsd")
+    assert not (machine / "opt/opsd").exists()
+    assert (settings.with_suffix(".toml.rpmsave")).read_text() == "mine"
+
+
+# deploy/container: an image is built on a bare Debian, and its agent answers as an ordinary user.
+
+
+ROOT = Path(__file__).parents[2]
+
+FILE = ROOT / "deploy/container/Containerfile"
+
+NEEDED = ("buildah", "debootstrap")
+
+DEBIAN = "http://deb.debian.org/debian"
+
+
+class Buildah:
+    """Images below ``folder``, made and run in a chroot: neither namespaces nor overlays are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._storage = ("--storage-driver=vfs", f"--root={folder / 'root'}", f"--runroot={folder / 'run'}")
+        self._env = {
+            **os.environ,
+            "BUILDAH_ISOLATION": "chroot",
+            "TMPDIR": str(folder),
+            "REGISTRY_AUTH_FILE": "/dev/null",
+        }
+
+    def __call__(self, verb: str, *arguments: str | Path) -> str:
+        command = ["buildah", *self._storage, verb, *arguments]
+        done = subprocess.run(
+            command, env=self._env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout.strip()
+
+
+@pytest.fixture
+def buildah(tmp_path: Path) -> Iterator[Buildah]:
+    """A store with the image ``base``: a bare Debian of the release of this machine, with its Python."""
+    if absent := [program for program in NEEDED if shutil.which(program) is None]:
+        pytest.skip(f"not installed: {', '.join(absent)}")
+    if os.geteuid() != 0:
+        pytest.skip("debootstrap needs root")
+    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    debian = tmp_path / "debian"
+    packages = "--include=python3,python3-venv,ca-certificates"
+    command = ["debootstrap", "--variant=minbase", packages, release.get("VERSION_CODENAME", ""), debian, DEBIAN]
+    if subprocess.run(command, capture_output=True, check=False, timeout=600).returncode:
+        pytest.skip("debootstrap could not make a Debian: is there no mirror?")
+    buildah = Buildah(tmp_path)
+    base = buildah("from", "scratch")
+    buildah("copy", "--quiet", base, debian, "/")
+    buildah("commit", "--quiet", base, "base")
+    yield buildah
+    buildah("rm", "--all")
+
+
+def pip() -> list[str]:
+    """How pip reaches packages on this machine."""
+    paths = ("/etc/pip.conf", "/etc/ssl/certs", *os.environ.get("PIP_FIND_LINKS", "").split())
+    options = [f"--volume={path}:{path}:ro" for path in paths if Path(path).exists()]
+    names = [name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]
+    return [*options, *(f"--env={name}={os.environ[name]}" for name in names)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_agent_of_the_image_answers_as_nobody_in_particular(buildah: Buildah) -> None:
+    """It is built from the lock with its hashes, runs as its own user, and has metrics."""
+    buildah("build", *pip(), "--build-arg=BASE=localhost/base", f"--file={FILE}", "--tag=opsd", ".")
+    made = buildah("from", "opsd")
+    assert buildah("inspect", "--format={{.OCIv1.Config.User}}", made) == "opsd"
+    opsd = "/opt/opsd/bin/opsd"
+    assert buildah("run", made, "--", opsd, "--version").split()[-1] == __version__
+    script = (
+        f"{opsd} agent --once --format openmetrics > /tmp/metrics; id -u;"
+        " grep -c ^opsd_host /tmp/metrics; command -v gcc make git || echo none"
+    )
+    user, series, tools = buildah("run", made, "--", "sh", "-c", script).splitlines()[-3:]
+    assert (user, tools) == ("9477", "none")
+    assert int(series) > 10

@@ -15,15 +15,28 @@ from click.testing import CliRunner
 
 pytest.importorskip("yaml")
 pytest.importorskip("grafana_foundation_sdk")
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+
+import pytest
 
 from opsd.commands.main import cli
 from opsd.dashboards.build import rendered
-from opsd.simulated.gpus import NoCompilerError
+from opsd.ports import free_port
+from opsd.preflight.base import Context
+from opsd.preflight.checks import run_alerts
+from opsd.preflight.judge import judge
+from opsd.settings.sections import PreflightSettings
+from opsd.simulated.gpus import NoCompilerError, SimulatedGpus
 from opsd.stack.world import Stack, StackError, get
 from tests.fakes.clock import eventually
+from tests.fakes.process import Opsd
 from tests.pictures.cluster import node_exporter
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stack")]
+# The shipped configuration in real Prometheus and Alertmanager, around an agent with simulated GPUs.
+
 
 VARIABLES = {
     "cluster": ".*",
@@ -34,6 +47,7 @@ VARIABLES = {
     "check": ".*",
     "__rate_interval": "10s",
 }
+
 NOT_HERE = {
     "run:opsd_goodput:ratio_rate": "goodput needs as much history as its window is long",
     "run:opsd_rank_tokens:usual6h": "the usual throughput needs more than a few seconds of history",
@@ -80,6 +94,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_a_fault_reaches_everybody_who_is_to_be_told(stack: Stack) -> None:
     """The webhook with node, GPU, job, cost and next step; Slack and the pager in words."""
     assert eventually(lambda: bool(stack.inbox.alerts("GpuThrottle")), 60)
@@ -96,6 +112,8 @@ def test_a_fault_reaches_everybody_who_is_to_be_told(stack: Stack) -> None:
     assert "Next: " in slack["attachments"][0]["text"]
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_the_link_in_the_alert_leads_to_the_page(stack: Stack) -> None:
     """On the agent that the alert is about."""
     assert eventually(lambda: bool(stack.inbox.alerts("GpuThrottle")), 60)
@@ -104,6 +122,8 @@ def test_the_link_in_the_alert_leads_to_the_page(stack: Stack) -> None:
         assert "A GPU is throttled" in answer.read().decode()
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_nothing_else_is_told(stack: Stack) -> None:
     """One fault, one alert; what follows from it is not a second one."""
     assert eventually(lambda: bool(stack.inbox.alerts("GpuThrottle")), 60)
@@ -114,6 +134,8 @@ def test_nothing_else_is_told(stack: Stack) -> None:
     assert names - of_this_machine == {"GpuThrottle"}
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_every_target_is_scraped_and_every_rule_evaluated(stack: Stack) -> None:
     """Prometheus itself finds nothing wrong."""
     targets = get(f"{stack.prometheus}/api/v1/targets")["data"]["activeTargets"]
@@ -136,6 +158,8 @@ def queries() -> Iterator[tuple[str, str, str]]:
                 yield from ((path.stem, inner["title"], target["expr"]) for target in inner["targets"])
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_every_panel_shows_data(stack: Stack) -> None:
     """Each query is understood, and answers with data or is listed above with the reason."""
 
@@ -154,11 +178,15 @@ def test_every_panel_shows_data(stack: Stack) -> None:
 
 
 OUTSIDE = Path(__file__).parents[1] / "outside/boards"
+
 OF_OTHERS = {"instance": ".+", "Hostname": ".+", "gpu": ".+", "worker": ".*", "slurm_job": "4242"}
+
 ELSEWHERE = re.compile(r"node_|kube_|slurm_job_info|label_move|rate\(\w+\{[^}]*\}\)")
 """What an agent does not export, and what is no PromQL."""
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 @pytest.mark.parametrize(
     ("board", "asked", "left"), [("dcgm-exporter-12239", 16, 0), ("soperator-jobs-overview", 22, 13)]
 )
@@ -177,6 +205,8 @@ def test_boards_of_others_show_data(stack: Stack, board: str, asked: int, left: 
     assert not any(map(stack.query, foreign)) and bool(foreign) == (left > 0)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_a_node_that_is_down_has_no_other_alerts(stack: Stack) -> None:
     """Alertmanager holds back what its last scrape said, what one fault brings about, and nothing of other nodes."""
 
@@ -208,8 +238,83 @@ def post(url: str, body: str) -> None:
         pass
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
 def test_without_the_programs_it_says_what_to_install(tmp_path: Path) -> None:
     """In one sentence, before anything is started."""
     done = CliRunner().invoke(cli, ["stack"], env={"PATH": str(tmp_path)})
     assert done.exit_code == 1
     assert "opsd: prometheus and prometheus-alertmanager missing; install" in done.output
+
+
+# A real Prometheus leads from a counter of the agent to the incident.
+
+
+CONFIG = """
+global: {{scrape_interval: 1s}}
+scrape_configs: [{{job_name: opsd, static_configs: [{{targets: ["127.0.0.1:{port}"]}}]}}]
+"""
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (a Debian package) is not installed")
+def test_prometheus_has_the_incident_of_a_counter(tmp_path: Path, library: str) -> None:
+    """Of the incidents opened and of the Xids; the agent knows the id."""
+    gpus = SimulatedGpus.create(tmp_path / "gpus.state", count=2)
+    opsd, port = Opsd(tmp_path, library, gpus), free_port()
+    file = tmp_path / "prometheus.yml"
+    file.write_text(CONFIG.format(port=opsd.port))
+    command = [
+        "prometheus", f"--config.file={file}", f"--storage.tsdb.path={tmp_path}/tsdb",
+        f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
+    ]  # fmt: skip
+
+    def asked(query: str) -> list[dict[str, Any]]:
+        values = urllib.parse.urlencode({"query": query, "start": 0, "end": 4e9})
+        try:
+            url = f"http://127.0.0.1:{port}/api/v1/query_exemplars?{values}"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return list(json.load(answer)["data"])
+        except OSError:
+            return []
+
+    with (
+        gpus,
+        opsd.agent("--set=agent.interval_s=0.2"),
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as prometheus,
+    ):
+        try:
+            assert eventually(opsd.shows('opsd_collector_state{collector="nvml",state="ok"} 1.0'))
+            gpus[0].raise_xid(119)
+            for query in ('opsd_incidents_opened_total{kind="gpu_xid"}', 'opsd_xid_total{code="119"}'):
+                assert eventually(lambda query=query: asked(query), 60), query
+                (series,) = asked(query)
+                id = series["exemplars"][0]["labels"]["incident_id"]
+                assert json.loads(opsd.get(f"/api/v1/incidents/{id}") or "{}")["kind"] == "gpu_xid"
+        finally:
+            prometheus.kill()
+
+
+# `opsd preflight --alerts` with the shipped rules and routes in real Prometheus and Alertmanager.
+
+
+@pytest.mark.long
+def test_each_alert_is_received_once_and_then_over(tmp_path: Path) -> None:
+    """All rules are known, every receiver is told, the inbox has each alert once; afterwards none is left firing."""
+    try:
+        stack = Stack(tmp_path)
+    except StackError as error:
+        pytest.skip(str(error))
+    with stack:
+        stack.inbox.close()  # its address becomes that of the check
+        address = stack.inbox.url.removeprefix("http://")
+        context = Context(
+            "n1", "standard", 60.0, fire_alerts=True,
+            settings=PreflightSettings(
+                alertmanager=stack.alertmanager, prometheus=stack.prometheus, alert_inbox=address
+            ),
+        )  # fmt: skip
+        outcome = run_alerts.run(context, lambda share, subject: None)
+        assert judge(run_alerts.CHECK, outcome, 0.0).verdict == "pass", outcome.findings
+        assert outcome.facts["GpuThrottle"] == "webhook, pagerduty, slack"
+        assert len(outcome.facts) == outcome.measurements[0].value > 50
+        assert eventually(lambda: not get(f"{stack.alertmanager}/api/v2/alerts?filter=test%3D%22true%22"), 20.0)

@@ -1,16 +1,24 @@
-"""The trainer as a whole, two ranks on gloo: it learns, and interrupted or not, the losses are the same bits."""
+"""The trainer as a whole: it learns, ranks agree, and interrupted or not, the losses are the same bits."""
 
 from __future__ import annotations
 
 import math
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_world import STEPS, Run
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from trainer_world import CONTEXT, STEPS, Run, make_small_corpus
+from trainer_world import World as TrainerWorld
 
 from opsd.checkpoints.manifest import folder_of, read, steps, verify
 from opsd.rank_page import read_page, write_request
@@ -18,6 +26,11 @@ from opsd.trainer.config import load as load_config
 from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
+from opsd.trainer.settings import ParallelSettings
+from opsd.trainer.world import World
+from tests.fakes.clock import until
+
+# The trainer as a whole, two ranks on gloo: it learns, and interrupted or not, the losses are the same bits.
 
 
 def test_it_learns_and_says_how(undisturbed: Run) -> None:
@@ -153,3 +166,117 @@ def test_the_command_alone(tmp_path: Path, shards: Path, program: tuple[str, ...
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert steps(tmp_path / "checkpoints") == [2]
+
+
+# What the ranks agree on while one of them is busy for longer than a collective may last.
+
+
+LIMIT_S = 4.0
+
+BUSY_S = 6.0
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    """Hear from the first rank what it knows only after ``BUSY_S``, with collectives that end after ``LIMIT_S``."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    world = World(rank, 2, torch.device("cpu"), init_device_mesh("cpu", (2,)), ParallelSettings())
+    world.least(0)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S))
+    known_at = time.monotonic() + BUSY_S
+    heard = world.once_first_has(lambda: 42 if time.monotonic() > known_at else None)
+    (folder / str(rank)).write_text(str(heard))
+
+
+@pytest.mark.long
+def test_waiting_for_the_first_rank_runs_into_no_time_limit(tmp_path: Path) -> None:
+    """All ranks hear what it took the first one longer to find out than a collective may last."""
+    ranks = [CONTEXT.Process(target=rank_main, args=(rank, tmp_path), name=f"trainer rank {rank}") for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["42", "42"]
+
+
+# A mixture of sources in the real trainer: whatever the number of ranks, it trains on the same samples.
+
+
+STAGES = "[{start = 1, weights = {a = 0.75, b = 0.25}}, {start = 13, weights = {b = 1.0}}]"
+
+STEPS_TRAINER_DATA = 16
+
+
+def finish(run: Run, world: int, **settings: object) -> None:
+    codes = run.start(world=world, data__stages=STAGES, **settings).wait()
+    assert codes == [0] * world, run.log().read_text()
+
+
+def test_mixtures_survive_another_world_size(tmp_path: Path) -> None:
+    """Gone on with on one rank from the middle of a block, a mixture gives the losses of an undisturbed run."""
+    for name in ("a", "b"):
+        make_small_corpus(tmp_path / "shards" / name)
+    whole, broken = (Run(tmp_path / name, tmp_path / "shards") for name in ("whole", "broken"))
+    finish(whole, 2, run__steps=STEPS_TRAINER_DATA)
+    finish(broken, 2, run__steps=15)
+    finish(broken, 1, run__steps=STEPS_TRAINER_DATA)
+    assert broken.curve().keys() == whole.curve().keys()
+    for step, (loss, _) in whole.curve().items():
+        assert broken.curve()[step][0] == pytest.approx(loss, rel=1e-3)
+
+
+def test_a_skipped_batch_is_not_trained_on(tmp_path: Path) -> None:
+    """With steps 3 to 5 in the skip list, step 3 trains on what would have been the batch of step 6."""
+    shards = make_small_corpus(tmp_path / "shards")
+    plain, skipping = (Run(tmp_path / name, shards) for name in ("plain", "skipping"))
+    frozen = {"run__steps": 6, "optimizer__lr": 1e-300}  # the model stays what it was, so the loss tells the batch
+    for run, more in ((plain, {}), (skipping, {"data__skip": "[[3, 5]]"})):
+        assert run.start(world=1, **frozen, **more).wait() == [0], run.log().read_text()
+    batches = {step: loss for step, (loss, _) in plain.curve().items()}
+    trained = {step: loss for step, (loss, _) in skipping.curve().items()}
+    assert (trained[1], trained[2], trained[3]) == (batches[1], batches[2], batches[6])
+    assert trained[4] not in batches.values()
+
+
+# The end of a run that has something to wait for: it is seen to wait, and a stop does not wait long.
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a storage that refuses its first client, that of the start, and lets all others wait."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        yield f"ftp://127.0.0.1:{server.getsockname()[1]}/run"
+
+
+def changed(world: TrainerWorld) -> float:
+    page = world.page(0)
+    assert page is not None
+    return page.changed
+
+
+@pytest.mark.slow
+def test_an_upload_is_waited_for_visibly_and_not_by_a_run_that_is_to_stop(run: Run, silent: str) -> None:
+    """The page changes while the last upload is on its way; asked to stop, the run ends well and leaves it behind."""
+    world = run.start("--fresh", world=1, run__steps=5, checkpoint__remote=silent)
+
+    def waits() -> bool:
+        page = world.page(0)
+        return page is not None and page.committed_step == 5 and page.phase == "checkpoint"
+
+    until(waits)
+    before = time.monotonic()
+    until(lambda: changed(world) > before)
+    write_request(world.pages[0], "checkpoint_and_stop")
+    assert world.wait() == [0], run.log().read_text()
+    assert not run.events("checkpoint_upload_failed")  # it has neither been waited for nor given up
+    assert list(run.checkpoints.glob("*/awaiting-upload"))
+
+
+def test_evaluations_do_not_hold_up_a_stop(run: Run) -> None:
+    """A run that is asked to stop while it waits for an evaluation ends that too, and ends well."""
+    world = run.start(world=1, run__steps=5, evaluation__harness="true {model}", evaluation__queue="sleep 1000")
+    waiting = until(lambda: (page := world.page(0)) is not None and page.phase == "evaluation" and page)
+    assert waiting.committed_step == 5
+    write_request(world.pages[0], "checkpoint_and_stop")
+    assert world.wait() == [0], run.log().read_text()
+    assert list(run.checkpoints.glob("*/awaiting-evaluation"))

@@ -1,15 +1,47 @@
-"""Studies: what their file may say, and which arms can be compared with the baseline."""
+"""Studies: what their file may say, their cells, and the jobs that compute these."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from opsd.ablate.cells import (
+    ORIGIN,
+    SETTINGS,
+    cells_of,
+    cost_of_all,
+    demand_origin,
+    hold,
+    is_done,
+    look,
+    metric_of,
+    note_held,
+    prepare,
+)  # fmt: skip
+from opsd.ablate.run import jobs_of, opsd_command, spare_partition, stop, submit
 from opsd.ablate.study import StudyError, identity_of, read_study
+from opsd.slurm.port import Job, Partition, SlurmUnavailable
+from opsd.trainer.config import load
 from tests.fakes.corpora import make_corpus
+from tests.fakes.slurm import FakeSlurm
+from tests.fakes.studies import ARM, STEPS, end_cell, make_study, study_and_cells
+
+# Studies: what their file may say, and which arms can be compared with the baseline.
+
 
 STUDY = 'baseline = "tiny"\nseeds = 3\nset = ["data.shards={shards}"]\n'
 
@@ -192,3 +224,344 @@ def test_the_identity_is_that_of_settings_and_data(shards: Path) -> None:
     assert identity_of(read_study(path).baseline.config) == first
     make_corpus(shards / "moved", seed=5)
     assert identity_of(read_study(path).baseline.config) != first
+
+
+# Cells of a study: their names, their settings, what their folders say, and whose code they run.
+
+
+def test_a_cell_is_named_by_its_settings_and_its_seed(tmp_path: Path) -> None:
+    """Cells come seed by seed; other seeds, arms and order of arms leave the names of the rest as they are."""
+    _, cells = study_and_cells(make_study(tmp_path))
+    assert [(cell.arm.name, cell.seed) for cell in cells[:3]] == [("baseline", 1), ("lr", 1), ("baseline", 2)]
+    assert len({cell.name for cell in cells}) == 6
+    more = make_study(tmp_path, '[arm.tied]\nset = ["model.tied=false"]\n' + ARM.replace("arm.lr", "arm.rate"))
+    assert {cell.name for cell in cells} < {cell.name for cell in cells_of(read_study(more), tmp_path)}
+
+
+def test_an_arm_without_a_change_has_runs_of_its_own(tmp_path: Path) -> None:
+    """An A/A arm that shared the baseline's runs would show no noise."""
+    _, cells = study_and_cells(make_study(tmp_path, "[arm.same]\n"))
+    assert len({cell.name for cell in cells}) == 6
+
+
+def test_the_settings_of_a_cell_stand_by_themselves(tmp_path: Path) -> None:
+    """The trainer reads the same settings from the cell's file, with absolute places, the seed and its folder."""
+    _, cells = study_and_cells(make_study(tmp_path, ARM.replace("1e-3", "1e-5")))
+    prepare(cells[3])
+    config = load(str(cells[3].folder / SETTINGS), (), {})
+    assert identity_of(config) == identity_of(cells[3].arm.config) | {"run.seed": 2}
+    assert (config.run.folder, config.optimizer.lr) == (str(cells[3].folder.absolute()), 1e-5)
+
+
+def test_stages_of_a_mixture_survive(tmp_path: Path) -> None:
+    """They are in the settings, and the file of the mixture is not read again."""
+    (tmp_path / "mix.toml").write_text("[[stages]]\nstart = 1\nweights = {shards = 1.0}\n")
+    arm = f'[arm.mix]\nset = ["data.shards={tmp_path}", "data.mixture={tmp_path}/mix.toml"]\n'
+    _, cells = study_and_cells(make_study(tmp_path, arm))
+    prepare(cells[1])
+    (tmp_path / "mix.toml").unlink()
+    assert load(str(cells[1].folder / SETTINGS), (), {}).data.stages == cells[1].arm.config.data.stages
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "state"),
+    [
+        (STEPS, 0, "done"), (7, 0, "refused"), (7, 3, "stopped"), (7, 75, "stopped"), (7, None, "stopped"),
+        (STEPS, None, "stopped"), (7, 1, "failed"), (0, 70, "failed"), (STEPS, 1, "failed"),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_cell(tmp_path: Path, steps: int, code: int | None, state: str) -> None:
+    """Done is a run that ended well, with all its losses; one that ended in good order or was killed goes on."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    assert look(cell).state == "new"
+    end_cell(cell, steps=steps, code=code)
+    assert (look(cell).state, look(cell).step) == (state, steps)
+
+
+def test_one_process_runs_a_cell(tmp_path: Path) -> None:
+    """Its lock holds until the last process that has it ends."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    prepare(cell)
+    lock = hold(cell)
+    assert lock is not None
+    assert look(cell).state == "running"
+    assert hold(cell) is None
+    os.close(lock)
+    assert look(cell).state == "stopped"
+
+
+def test_the_loss_is_the_mean_of_the_last_tenth(tmp_path: Path) -> None:
+    """A step that was done again counts once, with its last line."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    end_cell(cell, 3.0)
+    with (cell.folder / "metrics.jsonl").open("a") as file:
+        for step, loss in ((19, 2.0), (20, 1.0)):
+            file.write(
+                json.dumps({"t": 1100 + step, "generation": 2, "step": step, "step_s": 1.0, "loss": loss}) + "\n"
+            )
+    assert metric_of(look(cell), "loss") == 1.5
+
+
+def test_a_run_that_fails_or_diverges_has_no_number(tmp_path: Path) -> None:
+    """It counts against its arm; a run that has not ended counts not at all."""
+    _, cells = study_and_cells(make_study(tmp_path))
+    end_cell(cells[0], None)
+    end_cell(cells[1], 3.0, steps=5, code=1)
+    end_cell(cells[2], 3.0, steps=5, code=75)
+    found = [metric_of(look(cell), "loss") for cell in cells[:4]]
+    assert [value if value is None else math.isnan(value) for value in found] == [True, True, None, None]
+
+
+def test_an_evaluation_of_the_last_step_is_the_metric(tmp_path: Path) -> None:
+    """Earlier checkpoints do not count, the newest line does."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    end_cell(cell)
+    lines = [(10, {"arc_accuracy": 0.1}), (STEPS, {}), (STEPS, {"arc_accuracy": 0.4}), (STEPS, {"web_loss": 3.0})]
+    told = [json.dumps({"step": step, "results": results}) + "\n" for step, results in lines]
+    (cell.folder / "evaluations.jsonl").write_text("".join(told))
+    assert metric_of(look(cell), "arc_accuracy") == 0.4
+    assert metric_of(look(cell), "other") is None
+
+
+def test_hours_are_those_of_all_gpus(tmp_path: Path) -> None:
+    """10 s of setup and 20 steps of a second on 2 GPUs are a GPU-minute; nothing of it was lost."""
+    _, cells = study_and_cells(make_study(tmp_path))
+    end_cell(cells[0])
+    end_cell(cells[1], gpus=4)
+    assert cost_of_all([look(cell) for cell in cells]).gpu_hours == pytest.approx(3 / 60)
+    assert look(cells[0]).cost.lost == 0
+
+
+def test_a_cell_may_move_between_nodes_of_different_size(tmp_path: Path) -> None:
+    """Here 25 s on 2 GPUs, an hour in the queue, and 35 s on 8, of which ten steps are done again."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    end_cell(cell, steps=10, code=None)
+    events, metrics = (cell.folder / "events.jsonl").read_text(), (cell.folder / "metrics.jsonl").read_text()
+    end_cell(cell, began=4630.0, gpus=8)
+    for name, before in (("events", events), ("metrics", metrics)):
+        path = cell.folder / f"{name}.jsonl"
+        path.write_text(before + path.read_text().replace('"generation": 1', '"generation": 2'))
+    for t in (995.0, 4625.0):
+        note_held(cell.folder, "start", t)
+    cost = look(cell).cost
+    assert cost.gpu_hours == pytest.approx((25 * 2 + 35 * 8) / 3600)
+    assert cost.preempted == pytest.approx((5 + 10) * 8 / 3600)
+    assert cost.recomputed == pytest.approx(10 * 8 / 3600)
+    assert cost.failures == 0 and cost.lost < cost.gpu_hours
+
+
+def test_a_cell_that_is_done_does_not_run_again(tmp_path: Path) -> None:
+    """Not even as a second job, which a submitter that died may have left."""
+    _, (cell, other, *_) = study_and_cells(make_study(tmp_path))
+    end_cell(cell)
+    end_cell(other, steps=5, code=75)
+    assert is_done(cell.folder) and not is_done(other.folder)
+    (other.folder / SETTINGS).unlink()
+    with pytest.raises(StudyError, match="not the folder of a cell"):
+        is_done(other.folder)
+
+
+def test_other_code_and_libraries_are_refused_by_name(tmp_path: Path) -> None:
+    """The first cell records those of all."""
+    first = demand_origin(tmp_path / "dir")
+    assert demand_origin(tmp_path / "dir") == first
+    assert {"python", "torch"} <= first["libraries"].keys() and "train.py" in first["files"]
+    other = first | {"libraries": first["libraries"] | {"torch": "1.0"}, "files": first["files"] | {"train.py": "0"}}
+    (tmp_path / "dir" / ORIGIN).write_text(json.dumps(other))
+    with pytest.raises(StudyError, match=r"the library torch \(1\.0, now .*the code of the trainer \(train\.py\)"):
+        demand_origin(tmp_path / "dir")
+
+
+# The jobs of a study: each cell has one, and never more run at once than asked.
+
+
+class Queue(FakeSlurm):
+    """A queue whose jobs start once the job that they wait for has ended. It dies after ``patience`` jobs."""
+
+    def __init__(self, patience: int = 1000) -> None:
+        super().__init__([])
+        self.after: dict[int, int] = {}
+        self.submitted: list[str] = []
+        self.options: list[Sequence[str]] = []
+        self.patience = patience
+
+    def submit(self, script: str, options: Sequence[str] = ()) -> int:
+        if not self.patience:
+            raise SlurmUnavailable("slurmctld does not answer")
+        self.patience -= 1
+        told = dict(option.removeprefix("--").partition("=")[::2] for option in options)
+        number = 100 + len(self.submitted)
+        if "dependency" in told:
+            *lane, singleton = told["dependency"].split(",")
+            assert singleton == "singleton"
+            for word in lane:
+                self.after[number] = int(word.removeprefix("afterany:"))
+        self.submitted.append(told["job-name"])
+        self.options.append(options)
+        self.scripts[number] = script
+        self._jobs.append(Job(number, "pending", "", "u", "p", (), "", None, None, None, 0, told["job-name"]))
+        return number
+
+    def cancel(self, job: int) -> None:
+        self._jobs = [each for each in self._jobs if each.id != job]
+
+    @property
+    def able(self) -> list[int]:
+        """The jobs that run, if there is room for all."""
+        live = {job.id for job in self._jobs}
+        return [job for job in sorted(live) if self.after.get(job) not in live]
+
+    def set_state(self, job: int, state: str) -> None:
+        self._jobs = [replace(each, state=state) if each.id == job else each for each in self._jobs]
+
+
+def sent(tmp_path: Path, queue: Queue) -> list[int]:
+    _, cells = study_and_cells(make_study(tmp_path))
+    return submit(tmp_path / "study", cells, queue, partition="p", limit=2, ranks=1)
+
+
+def test_each_cell_has_one_job(tmp_path: Path) -> None:
+    """Whether its job waits or runs: submitted again, the study adds none."""
+    queue = Queue()
+    assert len(sent(tmp_path, queue)) == 6
+    queue.set_state(100, "running")
+    queue.set_state(101, "completing")
+    assert sent(tmp_path, queue) == []
+    assert len(set(queue.submitted)) == 6
+
+
+def test_a_submitter_that_dies_is_continued(tmp_path: Path) -> None:
+    """After each job, any number of times."""
+    queue = Queue(patience=1)
+    for _ in range(5):
+        with pytest.raises(SlurmUnavailable):
+            sent(tmp_path, queue)
+        queue.patience = 1
+    assert sent(tmp_path, queue) == [105]
+    assert len(queue.submitted) == len(set(queue.submitted)) == 6
+
+
+def test_the_same_study_in_another_folder_has_jobs_of_its_own(tmp_path: Path) -> None:
+    """As the sentence about other code advises."""
+    queue = Queue()
+    study, cells = study_and_cells(make_study(tmp_path))
+    elsewhere = cells_of(study, tmp_path / "again")
+    for each in (cells, elsewhere):
+        assert len(submit(each[0].folder.parents[1], each, queue, partition="p", limit=2, ranks=1)) == 6
+    assert set(jobs_of(elsewhere, queue)) == {cell.name for cell in cells}
+    assert len(stop(cells, queue)) == 6 and len(jobs_of(elsewhere, queue)) == 6
+
+
+def test_what_is_done_gets_no_job(tmp_path: Path) -> None:
+    """A cell that failed or was stopped does."""
+    _, cells = study_and_cells(make_study(tmp_path))
+    for cell, code in zip(cells, (0, 1, 75), strict=False):
+        end_cell(cell, steps=20 if not code else 3, code=code)
+    queue = Queue()
+    sent(tmp_path, queue)
+    assert queue.submitted == [cell.run_name for cell in cells[1:]]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", range(10))
+def test_no_more_run_at_once_than_asked(tmp_path: Path, limit: int, seed: int) -> None:
+    """In any order of ends, cancels and submitters that die; and as many run as can while jobs wait."""
+    rng, queue = random.Random(seed), Queue()
+    path = make_study(tmp_path)
+    path.write_text(path.read_text().replace("seeds = 3", "seeds = 12"))
+    _, cells = study_and_cells(path)
+    for _ in range(60):
+        if rng.random() < 0.3 and queue.able:
+            queue.cancel(rng.choice(queue.able))
+            continue
+        queue.patience = rng.randint(0, 3)
+        with suppress(SlurmUnavailable):
+            submit(tmp_path / "study", cells, queue, partition="p", limit=limit, ranks=1)
+        assert len(queue.able) <= limit
+    assert queue.able
+
+
+def test_only_the_jobs_of_the_study_are_cancelled(tmp_path: Path) -> None:
+    """Other jobs of the user stay, also those with a similar name."""
+    queue = Queue()
+    sent(tmp_path, queue)
+    _, cells = study_and_cells(make_study(tmp_path))
+    others = [
+        Job(7, "running", "", "u", "p", (), "", None, None, None, 0, name)
+        for name in ("train", cells[0].name, cells[0].run_name[:-1])
+    ]
+    queue._jobs += others
+    assert stop(cells, queue) == list(range(100, 106))
+    assert queue.jobs() == others
+    assert jobs_of(cells, queue) == {}
+
+
+def test_a_job_says_what_it_is(tmp_path: Path) -> None:
+    """It gives way and is requeued. It checks its code first, then runs the settings of its cell."""
+    queue = Queue()
+    sent(tmp_path, queue)
+    _, cells = study_and_cells(make_study(tmp_path))
+    told = set(queue.options[0])
+    assert {"--requeue", "--no-kill", "--open-mode=append", "--partition=p", f"--job-name={cells[0].run_name}"} <= told
+    assert any(option.startswith("--nice=") for option in told)
+    folder = re.escape(str(cells[0].folder))
+    wanted = (
+        rf"#!/bin/bash\nexec .* ablate cell {folder} -- .* slurm run --run-id {cells[0].run_name} "
+        rf"--run-dir {folder} --nproc-per-node 1 --give-way --no-standby -- -m opsd\.trainer {folder}/cell\.toml\n"
+    )
+    assert re.fullmatch(wanted, queue.scripts[100])
+    assert opsd_command({"OPSD": "/opt/opsd -P"}) == ("/opt/opsd", "-P")
+
+
+@pytest.mark.parametrize("signals", [(), (signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
+def test_a_job_notes_how_long_it_held_its_node(tmp_path: Path, signals: tuple[int, ...]) -> None:
+    """Until it was told to end, or ended; its run gets each signal, and its exit code is that of the job."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    prepare(cell)
+    script = "trap 'echo usr1' USR1; trap 'echo term; sleep 1; exit 75' TERM; echo ready; "
+    script += '[ -n "$1" ] || exit 0; while :; do sleep 0.1; done'
+    command = [sys.executable, "-m", "opsd", "ablate", "cell", str(cell.folder), "--", "sh", "-c", script, "sh"]
+    began = time.time()
+    process = subprocess.Popen([*command, *(["wait"] if signals else [])], stdout=subprocess.PIPE, text=True)
+    forked = time.time()
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in signals:
+        process.send_signal(number)
+        assert process.stdout.readline() == {signal.SIGUSR1: "usr1\n", signal.SIGTERM: "term\n"}[number]
+    assert process.wait(20) == (75 if signals else 0)
+    ended = time.time()
+    process.stdout.close()
+    start, end = (json.loads(line) for line in (cell.folder / "held.jsonl").read_text().splitlines())
+    assert (start["event"], end["event"]) == ("start", "end")
+    assert began - 0.02 < start["t"] < forked + 0.02  # a tick or two
+    assert start["t"] < end["t"] <= ended - (1 if signals else 0)
+
+
+def test_a_job_with_other_code_says_so(tmp_path: Path) -> None:
+    """Its cell is refused, which is no failure of its arm, and runs again once the code is that of the study."""
+    path = make_study(tmp_path)
+    _, (cell, *_) = study_and_cells(path)
+    prepare(cell)
+    demand_origin(path.with_suffix(""))
+    origin = path.with_suffix("") / "origin.json"
+    ours = origin.read_text()
+    origin.write_text(json.dumps({**json.loads(ours), "files": {}}))
+    command = [sys.executable, "-m", "opsd", "ablate", "cell", str(cell.folder), "--", "true"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "the code of the trainer" in refused.stderr
+    assert look(cell).state == "refused" and "the code of the trainer" in look(cell).reason
+    assert metric_of(look(cell), "loss") is None
+    origin.write_text(ours)
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert look(cell).state == "stopped"
+
+
+def test_jobs_go_where_they_give_way() -> None:
+    """To the lowest of the partitions whose jobs are preempted and requeued."""
+    high = Partition("train", ("n1", "n2"), 10, "OFF")
+    low = Partition("spare", ("n1",), 1, "REQUEUE")
+    middle = Partition("dev", ("n2",), 5, "REQUEUE")
+    assert spare_partition([high, middle, low]) == "spare"
+    for none in ([high], [low], [high, Partition("far", ("n9",), 1, "REQUEUE")], [high, replace(low, state="down")]):
+        with pytest.raises(StudyError, match="--partition"):
+            spare_partition(none)

@@ -1,25 +1,45 @@
-"""The executor: it does what it is asked, refuses what nobody may ask for, and never hangs."""
+"""The executor: it does what it is asked, drains within the budget, and never hangs."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import socketserver
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from opsd.agent.actions import LANE_THREADS, ActionError, Executor, ancestors
+from opsd.agent.actions import LANE_THREADS, VERBS, ActionError, Executor, ancestors
 from opsd.agent.lifecycle import Outcome
 from opsd.client import Reporter
 from opsd.control import ControlError, ask_launcher
-from opsd.runbooks.base import Action
+from opsd.runbooks.base import Action, Evidence, Finding, View
+from opsd.settings.policy import PolicySettings
+from opsd.slurm.deferred import SlurmDrainer
+from opsd.slurm.ownership import Refused, allowance, drain_objections, held, kind_of, surplus, take_over
+from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
+from tests.fakes.agent import Agent, runbook
+from tests.fakes.clock import until
+from tests.fakes.collectors import FakeCollector
+from tests.fakes.incidents import finding
+from tests.fakes.slurm import FakeSlurm
+
+# The executor: it does what it is asked, refuses what nobody may ask for, and never hangs.
+
 
 RANK = """
 import subprocess, sys, time
@@ -329,3 +349,301 @@ def test_ancestors_end_at_the_first_process() -> None:
     """The line of parents leads from this process up, and a pid that does not exist has none."""
     assert ancestors(os.getpid())[0] == os.getppid()
     assert ancestors(2**22 + 1) == []
+
+
+# Draining this node: within the cluster's budget, by its own name only, and never blindly.
+
+
+DRAIN = frozenset({"drain"})
+
+
+def ours(name: str, at: float = 1.0) -> Node:
+    return Node(name, "idle", DRAIN, "opsd: GPU 2 is lost", "root", at)
+
+
+def cluster(*nodes: Node, idle: int = 40) -> FakeSlurm:
+    return FakeSlurm([*nodes, *(Node(f"n{number:02d}", "allocated") for number in range(idle))])
+
+
+def drainer(slurm: FakeSlurm, node: str = "n07", share: float = 0.05) -> SlurmDrainer:
+    return SlurmDrainer(lambda: slurm, node, PolicySettings(max_drained_share=share, min_drained=1))
+
+
+def test_a_node_is_drained_with_opsds_reason() -> None:
+    """The reason tells whose it is."""
+    slurm = cluster()
+    assert drainer(slurm)("n07", "GPU 2 is lost") == "drained n07"
+    assert slurm.updates == [(("n07",), "drain", "opsd: GPU 2 is lost")]
+
+
+def test_a_second_time_changes_nothing() -> None:
+    """The first reason is kept, and the node it holds already does not count against it."""
+    slurm = cluster(ours("x1"))
+    drain = drainer(slurm)
+    drain("n07", "GPU 2 is lost")
+    assert drain("n07", "again") == "n07 was drained by opsd already"
+    assert len(slurm.updates) == 1
+
+
+def test_the_budget_is_the_clusters() -> None:
+    """Two of 42 nodes at 5 %; nodes that other people hold do not count."""
+    others = Node("x3", "down", DRAIN, "replace the fan", "alice", 1.0)
+    with pytest.raises(SlurmError, match=r"opsd holds 2 of 43 nodes already \(x1, x2\); 2 may be held at once"):
+        drainer(cluster(ours("x1"), ours("x2"), others))("n07", "GPU 2 is lost")
+    assert drainer(cluster(ours("x1"), others))("n07", "GPU 2 is lost") == "drained n07"
+
+
+def test_somebody_elses_node_is_left_alone() -> None:
+    """The user who drained it decides."""
+    slurm = cluster(Node("n99", "idle", DRAIN, "mine", "alice"))
+    with pytest.raises(SlurmError, match="out of service by alice"):
+        drainer(slurm, "n99")("n99", "GPU 2 is lost")
+    assert slurm.updates == []
+
+
+def test_without_an_answer_of_slurm_nothing_is_done() -> None:
+    """How many nodes are held is not known then."""
+    slurm = cluster()
+    slurm.error = SlurmUnavailable("scontrol has not answered within 5 s")
+    with pytest.raises(SlurmError, match="Slurm: scontrol has not answered"):
+        drainer(slurm)("n07", "GPU 2 is lost")
+
+
+class Raced(FakeSlurm):
+    """Another agent drains a node between our look at the cluster and our update."""
+
+    def update_nodes(self, names, update, reason="") -> None:
+        if not self.updates:
+            self.by_name["a0"] = ours("a0", at=0.5)
+        super().update_nodes(names, update, reason)
+
+
+def test_of_two_agents_that_drain_at_once_one_gives_back() -> None:
+    """The budget holds although nobody coordinates."""
+    slurm = Raced([Node("a0", "idle"), *(Node(f"n{number:02d}", "idle") for number in range(9))])
+    with pytest.raises(SlurmError, match="at the same time"):
+        drainer(slurm)("n07", "GPU 2 is lost")
+    assert [update for _, update, _ in slurm.updates] == ["drain", "resume"]
+    assert [node.name for node in held(slurm.nodes())] == ["a0"]
+
+
+def test_of_two_agents_that_take_over_at_once_one_leaves_its_node_as_it_was() -> None:
+    """Slurm had drained it, and it stays drained."""
+    mine = Node("n07", "idle", frozenset({"drain"}), "Prolog error", "slurm", 1.0)
+    slurm = Raced([Node("a0", "idle"), mine, *(Node(f"n{number:02d}", "idle") for number in range(8, 16))])
+    with pytest.raises(Refused, match="at the same time"):
+        take_over(
+            slurm,
+            "n07",
+            "opsd:prolog preflight: it failed",
+            PolicySettings(max_drained_share=0.05, min_drained=1),
+            now=2.0,
+        )
+    assert (slurm.by_name["n07"].reason, "drain" in slurm.by_name["n07"].flags) == ("Prolog error", True)
+    assert slurm.by_comment.get("n07", "") == ""
+
+
+def test_an_agent_drains_its_own_node_only(tmp_path) -> None:
+    """Whatever an action names; and nothing at all unless that was allowed."""
+    slurm = cluster()
+    action = Action("drain_node", "n08", {"node": "n08"}, "GPU 2 is lost")
+    executor = Executor(shm=tmp_path, notify=lambda _text, _fields: None, drain_node=drainer(slurm))
+    assert executor.perform(action) == (False, "this agent drains n07 only, not n08")
+    forbidden = Executor(shm=tmp_path, notify=lambda _text, _fields: None)
+    ok, why = forbidden.perform(action)
+    assert (ok, "policy.drain" in why, slurm.updates) == (False, True, [])
+    own = replace(action, args={"node": "n07", "kind": "gpu_lost", "incident": "gpu_lost-7"})
+    assert executor.perform(own) == (True, "drained n07")
+    ((_, _, told),) = slurm.updates
+    assert told == "opsd:gpu_lost-7 gpu_lost: GPU 2 is lost; see opsd incidents show gpu_lost-7"
+    assert kind_of(told) == "gpu_lost"
+
+
+names = st.integers(0, 30).map(lambda n: f"n{n}")
+
+nodes = st.lists(
+    st.builds(
+        Node,
+        names,
+        st.sampled_from(["idle", "allocated", "down"]),
+        st.sampled_from([DRAIN, frozenset()]),
+        st.sampled_from(["", "opsd: x", "bad disk"]),
+        st.just("root"),
+        st.one_of(st.none(), st.floats(0, 10)),
+    ),
+    min_size=1,
+    unique_by=lambda n: n.name,
+)
+
+
+@given(nodes, names, st.floats(0.001, 1))
+def test_the_budget_is_never_exceeded(cluster_nodes: list[Node], name: str, share: float) -> None:
+    """What may be drained fits in; what is surplus is exactly what does not."""
+    ours, limit = held(cluster_nodes), allowance(cluster_nodes, PolicySettings(max_drained_share=share))
+    if not drain_objections(cluster_nodes, {}, [name], PolicySettings(max_drained_share=share), 0.0) and name not in {
+        node.name for node in ours
+    }:
+        assert len(ours) + 1 <= limit
+    beyond = [node for node in ours if surplus(cluster_nodes, node.name, PolicySettings(max_drained_share=share))]
+    assert len(beyond) == max(0, len(ours) - limit)
+
+
+# The agent is killed in the middle of an action, whichever it is: carried out once more, or given up in words.
+
+
+NODE, RUN = "n1", "r"
+
+GIVEN_UP = "given up after a restart of the agent: doing it twice could do harm"
+
+ENDS = {
+    "kill_process": ("failed", GIVEN_UP),
+    "set_power_limit": ("ok", "power limit of GPU 0 set to 500 W"),
+    "restart_generation": ("failed", GIVEN_UP),
+    "swap_node": ("ok", "n1 is out of the run, n2 took its place; drained n1"),
+    "drain_node": ("ok", "drained n1"),
+    "comment_job": ("ok", "wrote it into the comment of job 7"),
+    "notify": ("ok", "told"),
+}
+"""What becomes of each verb after the next start: outcome and detail."""
+
+
+class World:
+    """What agents act on, in files: the one that is killed is another process. ``hold`` stops actions halfway."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shm = folder / "shm"
+        (self.shm / RUN).mkdir(parents=True)
+        self.hold, self._begun, self._done = folder / "hold", folder / "begun", folder / "done"
+        self.launcher = SwappingLauncher(self)
+        self.helper = subprocess.Popen(["sleep", "600"])
+        self._rank = Reporter(self.shm / RUN / "rank-0000.page", rank=0, run=RUN)
+        self._rank.add_worker(self.helper.pid, "data")
+
+    def close(self) -> None:
+        self.launcher.shutdown()
+        self.launcher.server_close()
+        self.helper.kill()
+        self.helper.wait()
+
+    def action(self, verb: str) -> Action:
+        control = str(self.shm / RUN / "control.sock")
+        args: Mapping[str, Mapping[str, object]] = {
+            "kill_process": {"pid": self.helper.pid, "run": RUN, "rank": 0},
+            "set_power_limit": {"gpu": 0, "watts": 500},
+            "restart_generation": {"control": control},
+            "swap_node": {"node": NODE, "control": control, "kind": "trouble", "incident": "i"},
+            "drain_node": {"node": NODE},
+            "comment_job": {"job": 7},
+        }
+        return Action(verb, NODE, args.get(verb, {}), "in trouble")
+
+    def change(self, what: str) -> str:
+        """An effect on the world, halfway for as long as ``hold`` exists."""
+        with self._begun.open("a") as begun:
+            begun.write(f"{what}\n")
+        while self.hold.exists():
+            time.sleep(0.01)
+        with self._done.open("a") as done:
+            done.write(f"{what}\n")
+        return f"{what} {NODE}"
+
+    def begun(self) -> list[str]:
+        return self._begun.read_text().splitlines() if self._begun.exists() else []
+
+    def done(self) -> list[str]:
+        dead = ["killed"] if self.helper.poll() is not None else []
+        return [*(self._done.read_text().splitlines() if self._done.exists() else []), *dead]
+
+    def agent(self, verb: str) -> Agent:
+        def detect(view: View) -> Iterator[Finding]:
+            yield finding(evidence=(Evidence("broken", "kernel", view.wall),))
+
+        book = runbook(
+            detect=detect, remedy=lambda _i, _v: (self.action(verb),), healed=lambda _i, _v: False, max_attempts=1
+        )
+        return Agent(
+            self.folder / "state", [FakeCollector("source")], [book], shm=self.shm,
+            notify=lambda _text, _fields: self.change("told") and None,
+            set_power_limit=lambda _gpu, _watts: self.change("limited") and None,
+            drain_node=lambda _node, _reason: self.change("drained"),
+            comment_job=lambda _job, _text: self.change("commented") and None,
+        )  # fmt: skip
+
+
+class SwappingLauncher(socketserver.ThreadingUnixStreamServer):
+    """The launcher of the run: it restarts it, and swaps the node for n2."""
+
+    daemon_threads = True
+
+    def __init__(self, world: World) -> None:
+        super().__init__(str(world.shm / RUN / "control.sock"), Answer)
+        self.world = world
+        self.nodes, self.asked = [NODE], list[str]()
+        threading.Thread(target=partial(self.serve_forever, 0.05), daemon=True).start()
+
+
+class Answer(socketserver.StreamRequestHandler):
+    """One request."""
+
+    def handle(self) -> None:
+        launcher: SwappingLauncher = self.server  # type: ignore[assignment]
+        command = json.loads(self.rfile.readline())["cmd"]
+        if command != "status":
+            launcher.asked.append(command)
+            launcher.world.change(command)
+        if command == "swap":
+            launcher.nodes = ["n2"]
+        answer = {"ok": True, "nodes": launcher.nodes, "spares": ["n3"], "head": "n3", "generation": 1}
+        with suppress(OSError):  # the agent was killed meanwhile
+            self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+def live(world: World, verb: str) -> None:
+    """The life of the agent that is killed: it acts and never gets to know what came of it."""
+    agent = world.agent(verb)
+    agent.tick()
+    time.sleep(600)
+
+
+def intended(world: World, verb: str) -> bool:
+    """Whether the action is in the journal."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(world.folder / "state/journal.db")) as journal:
+        return journal.execute("SELECT count(*) FROM actions WHERE verb = ?", (verb,)).fetchone() == (1,)
+    return False
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("halfway", [True, False], ids=["halfway", "done"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_action_is_finished_or_given_up_in_words(world: World, verb: str, halfway: bool) -> None:
+    """Killed before the effect or just after it, the next agent knows what to say; no harm is done twice."""
+    if halfway:
+        world.hold.touch()
+    process = multiprocessing.get_context("fork").Process(target=live, args=(world, verb))
+    process.start()
+    assert process.pid is not None
+    until(lambda: intended(world, verb) and ((halfway and world.begun()) or world.done()))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    world.hold.unlink(missing_ok=True)
+    agent = world.agent(verb)
+
+    def ended() -> list[tuple[str, str]]:
+        agent.tick()
+        (incident,) = agent.incident_manager.current
+        return [(str(a["outcome"]), str(a["detail"])) for a in incident.actions if a["outcome"] != "running"]
+
+    outcome, detail = until(ended)[0]
+    agent.journal.close()
+    said = detail.replace("n1 has left the run", "n1 is out of the run, n2 took its place")
+    assert (outcome, said) == ENDS[verb]
+    assert len(agent.incident_manager.current[0].actions) == 1
+    assert world.launcher.asked.count("restart") == (verb == "restart_generation")
+    assert until(world.done)

@@ -1,4 +1,4 @@
-"""What commands print, where they write it, and what the shell completes."""
+"""What commands print, numbers they take, and where they write."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ import re
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from opsd import exitcodes
+from opsd.commands.checkout import ROOT, folder
 from opsd.commands.main import COMMANDS, GROUPS, cli
-from opsd.commands.options import SectionedCommand
+from opsd.commands.options import Finite, SectionedCommand
+from opsd.commands.settings import BadConfig
+from opsd.progress import PLAIN_S, Lines, shown, tracked
+from opsd.words import ranges
+
+# What commands print, where they write it, and what the shell completes.
 
 
 @pytest.mark.parametrize("command", [("bench", "client"), ("demo",)])
@@ -231,3 +240,109 @@ def test_every_option_of_a_long_help_stands_below_a_heading(name: str) -> None:
     rest = listed.rpartition("\nOptions:\n")[2].partition("\n\n")[0]
     assert set(re.findall(r"^  (?:-h, )?--([a-z-]+)", rest, re.MULTILINE)) <= {"config", "set", "help"}
     assert "..." not in listed.partition("\nCommands:\n")[2]
+
+
+# Numbers on the command line: finite ones only, whichever command they are given to.
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NAME": "train"}
+
+
+def options(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Parameter]]:
+    """Every parameter of every command below ``command``, and the command's path."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            found = command.get_command(click.Context(command), name)
+            assert found is not None
+            yield from options(found, (*path, name))
+    for parameter in command.params:
+        yield path, parameter
+
+
+FLOATS = [
+    (path, parameter)
+    for path, parameter in options(cli)
+    if isinstance(parameter.type, click.types.FloatParamType | click.FloatRange)
+]
+
+
+@pytest.mark.parametrize(("path", "parameter"), FLOATS, ids=lambda value: getattr(value, "name", None))
+def test_every_number_is_finite_and_in_a_range(path: tuple[str, ...], parameter: click.Parameter) -> None:
+    """``nan`` is in every range to click, and ``inf`` in one without a maximum."""
+    assert isinstance(parameter.type, Finite), f"{' '.join(path)} {parameter.name}"
+    assert parameter.type.min is not None
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e999", "ten"])
+@pytest.mark.parametrize(
+    "line",
+    ["slurm run --wait={} -- t.py", "launch --hang-limit={} t.py", "launch --monitor-interval={} t.py",
+     "requeue 7 --limit={}", "swap n1 --timeout={}"],
+)  # fmt: skip
+def test_what_is_no_such_number_is_a_wrong_command_line(line: str, value: str) -> None:
+    """One sentence that names the option and what was given."""
+    done = CliRunner().invoke(cli, line.format(value).split(), env=JOB)
+    assert done.exit_code == exitcodes.USAGE
+    (said,) = [sentence for sentence in done.output.splitlines() if sentence.startswith("Error: ")]
+    assert line.partition("={}")[0].split()[-1] in said
+    assert f"'{value}'" in said or str(float(value)) in said
+
+
+@pytest.mark.parametrize("value", ["²", "0", "-1", "1025"])
+def test_digits_that_are_no_number_of_ranks(value: str) -> None:
+    """A superscript is a digit to Python, and no number."""
+    done = CliRunner().invoke(cli, ["launch", f"--nproc-per-node={value}", "t.py"])
+    assert (done.exit_code, "is not a number of ranks" in done.output) == (exitcodes.USAGE, True), done.output
+
+
+# Generated files never end up among installed modules.
+
+
+def test_files_go_into_the_checkout_or_where_the_user_says(tmp_path: Path) -> None:
+    """Without a checkout the user must say it."""
+    assert folder("docs", None) == ROOT / "docs"
+    assert folder("docs", tmp_path, root=tmp_path) == tmp_path
+    with pytest.raises(BadConfig, match="name a folder with --out"):
+        folder("docs", None, root=tmp_path)
+
+
+# Numbers as people read them.
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_name_exactly_the_numbers(numbers: set[int]) -> None:
+    """In order, each once."""
+    parts = [part.split("–") for part in ranges(numbers, "–").split(", ") if part]
+    assert [n for low, *high in parts for n in range(int(low), int(high[0] if high else low) + 1)] == sorted(numbers)
+
+
+# Progress without a terminal is a line now and then, and none of work that ends soon.
+
+
+def test_lines_have_share_and_time_left() -> None:
+    """One every few seconds; without a total only what is done."""
+    said: list[str] = []
+    now = 0.0
+    look = Lines("staging", "bytes", said.append, lambda: now)
+    look(1_000_000_000, 4_000_000_000)
+    now = PLAIN_S
+    look(1_000_000_000, 4_000_000_000)
+    look(1_000_000_001, 4_000_000_000)
+    now = 2 * PLAIN_S
+    look(4_000_000_000, 4_000_000_000)
+    assert said == [
+        "opsd: staging: 1.00 GB of 4.00 GB (25%), 15.0 s left",
+        "opsd: staging: 4.00 GB of 4.00 GB (100%)",
+    ]
+    texts = Lines("evaluating wiki", "texts", said.append, lambda: now)
+    now += PLAIN_S
+    texts(1234, None)
+    assert said[-1] == "opsd: evaluating wiki: 1,234 texts"
+
+
+def test_work_that_ends_soon_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither a line nor control characters."""
+    assert list(tracked(range(3), "evaluating", "items", 3)) == [0, 1, 2]
+    with shown("tokenising") as look:
+        look(1, 2)
+    assert capfd.readouterr() == ("", "")

@@ -1,27 +1,39 @@
-"""The DCGM collector against a small HTTP server, and whom it believes."""
+"""DCGM: its exporter, its host engine, and what counts beside the driver."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from opsd.collectors.base import NoData, Reading
-from opsd.collectors.dcgm import DcgmCollector, DcgmError, parse_exposition
-from opsd.collectors.lib.listener import trusted_uids
-from opsd.collectors.lib.nvml.series import GPU_TEMP, PCIE_REPLAYS, SM_CLOCK
+from opsd.collectors.base import GpuFact, Metric, NoData, Reading, Sample
+from opsd.collectors.dcgm import DIFFER_S, ENGINE_UP, SERIES, UP, Comparison, DcgmCollector, DcgmError, parse_exposition
+from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine, Reader, check_connections, find_bindings, runs
+from opsd.collectors.lib.listener import UntrustedError, trusted_uids
+from opsd.collectors.lib.nvml.series import GPU_TEMP, PCIE_REPLAYS, REMAP_FAILURE, SM_CLOCK, Identity
+
+# The DCGM collector against a small HTTP server, and whom it believes.
+
 
 OWN = trusted_uids(())
+
 LABELS = (
     'gpu="0",UUID="GPU-1",pci_bus_id="00000000:1B:00.0",device="nvidia0",modelName="NVIDIA H100 80GB HBM3",'
     'Hostname="n1",DCGM_FI_DRIVER_VERSION="570.86"'
 )
+
 PAGE = f"""\
 # HELP DCGM_FI_DEV_SM_CLOCK SM clock frequency (in MHz).
 # TYPE DCGM_FI_DEV_SM_CLOCK gauge
@@ -42,6 +54,7 @@ DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{LABELS}}} 0.41
 # TYPE DCGM_EXP_SOMETHING gauge
 DCGM_EXP_SOMETHING{{{LABELS}}} 1
 """
+
 KEY = ("0", "GPU-1", "00000000:1B:00.0", "nvidia0", "NVIDIA H100 80GB HBM3", "n1", "n1")
 
 
@@ -178,3 +191,221 @@ def test_another_users_exporter_is_not_believed(exporter: ExporterServer) -> Non
     }  # fmt: skip
     assert collector.beside(reading, Reading())[1].endswith(f"belongs to user {os.geteuid()}, who is not believed")
     assert (exporter.asked, collector.covered) == (0, frozenset())
+
+
+# The DCGM host engine through its bindings: a folder of modules that behave as DCGM's do.
+
+
+TEMPERATURE, CLOCK = 150, 100
+
+NAMES = {TEMPERATURE: GPU_TEMP.name, CLOCK: SM_CLOCK.name}
+
+
+class FakeReader:
+    """Two GPUs; DCGM leaves out what it has no value for."""
+
+    m_gpuIdToUUId: Mapping[int, Any] = {0: "GPU-a", 1: b"GPU-b"}
+    m_gpuIdToBusId: Mapping[int, Any] = {0: "0000:1B:00.0", 1: "0000:1C:00.0"}
+
+    def __init__(self) -> None:
+        self.values: Mapping[int, Mapping[int, Any]] = {0: {TEMPERATURE: 61, CLOCK: 1980}, 1: {TEMPERATURE: 55}}
+        identifiers = SimpleNamespace(deviceName="NVIDIA H100 80GB HBM3")
+        attributes = SimpleNamespace(identifiers=identifiers)
+        self.m_dcgmSystem = SimpleNamespace(discovery=SimpleNamespace(GetGpuAttributes=lambda _gpu: attributes))
+
+    def Init(self) -> None: ...
+
+    def GetLatestGpuValuesAsFieldIdDict(self) -> Mapping[int, Mapping[int, Any]]:
+        if not isinstance(self.values, Mapping):
+            raise self.values
+        return self.values
+
+
+@pytest.fixture
+def bindings(tmp_path: Path) -> Path:
+    (tmp_path / "DcgmReader.py").touch(0o644)
+    return tmp_path
+
+
+def engine(folder: Path, reader: FakeReader, *, running: bool = True) -> HostEngine:
+    def make(_folder: Path, names: Sequence[str]) -> tuple[Reader, dict[int, str]]:
+        assert GPU_TEMP.name in names
+        assert not any(name.startswith("DCGM_FI_PROF_") for name in names)
+        return reader, NAMES
+
+    return HostEngine(SERIES, folders=(folder,), running=lambda: running, make=make, hostname="n1")
+
+
+def collector(engine: HostEngine) -> DcgmCollector:
+    return DcgmCollector("http://127.0.0.1:9/metrics", period_s=0.0, engine=engine)
+
+
+def test_the_engine_gives_the_same_samples_as_the_exporter(bindings: Path) -> None:
+    """Names and labels are the exporter's; what is covered is no longer asked of the driver."""
+    dcgm = collector(engine(bindings, FakeReader()))
+    reading = dcgm.collect()
+    assert isinstance(reading, Reading)
+    values = {(sample.metric.name, sample.labels[:3]): sample.value for sample in reading.samples[3:]}
+    assert values == {
+        (GPU_TEMP.name, ("0", "GPU-a", "0000:1B:00.0")): 61.0,
+        (SM_CLOCK.name, ("0", "GPU-a", "0000:1B:00.0")): 1980.0,
+        (GPU_TEMP.name, ("1", "GPU-b", "0000:1C:00.0")): 55.0,
+    }
+    assert reading.samples[-1].labels[3:] == ("nvidia1", "NVIDIA H100 80GB HBM3", "n1", "n1")
+    assert {sample.metric: sample.value for sample in reading.samples[:2]} == {UP: 0.0, ENGINE_UP: 1.0}
+    assert dcgm.covered == {GPU_TEMP.name, SM_CLOCK.name}
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_without_engine_or_bindings_there_is_nothing(tmp_path: Path, running: bool) -> None:
+    """A port that answers without bindings is as little use as bindings without an engine."""
+    folder = tmp_path / "absent" if running else tmp_path
+    (tmp_path / "DcgmReader.py").touch(0o644)
+    assert isinstance(collector(engine(folder, FakeReader(), running=running)).collect(), NoData)
+
+
+@pytest.mark.parametrize("values", [{}, RuntimeError("DCGM_ST_CONNECTION_NOT_VALID")])
+def test_an_engine_that_tells_nothing_is_an_error(bindings: Path, values: Any) -> None:
+    """Not healthy, and not absent; the driver is asked for everything meanwhile, and the engine again the next time."""
+    reader = FakeReader()
+    reader.values = values
+    dcgm = collector(engine(bindings, reader))
+    with pytest.raises(DcgmError, match="DCGM host engine"):
+        dcgm.collect()
+    assert dcgm.covered == frozenset()
+    reader.values = {0: {TEMPERATURE: 60}}
+    assert isinstance(dcgm.collect(), Reading)
+
+
+def test_bindings_that_anybody_can_write_are_not_loaded(bindings: Path) -> None:
+    """The agent may be root, and loads what is in that folder."""
+    assert find_bindings((bindings,)) == bindings
+    (bindings / "DcgmReader.py").chmod(0o666)
+    assert find_bindings((bindings,)) is None
+
+
+def test_nobody_listens_where_there_is_no_engine() -> None:
+    """Looked for by its port, before anything is loaded."""
+    assert not runs(trusted_uids(()), ("127.0.0.1", 9))
+
+
+def test_the_bindings_are_loaded_as_dcgm_ships_them(tmp_path: Path) -> None:
+    """Modules that import each other by bare names, a class that is told the fields; in a process of its own."""
+    (tmp_path / "dcgm_fields.py").write_text(f"{GPU_TEMP.name} = {TEMPERATURE}\n")
+    (tmp_path / "DcgmReader.py").write_text(
+        textwrap.dedent("""
+            import dcgm_fields
+            class DcgmReader:
+                def __init__(self, hostname, fieldIds, updateFrequency, maxKeepAge, fieldGroupName):
+                    self.told = (hostname, fieldIds, updateFrequency, fieldGroupName[:5])
+                def Init(self):
+                    print(self.told)
+        """)
+    )
+    program = (
+        "import sys; from pathlib import Path; from opsd.collectors.lib.dcgm_engine import new_reader; "
+        f"print(new_reader(Path(sys.argv[1]), [{GPU_TEMP.name!r}, 'DCGM_FI_DEV_UNKNOWN'])[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"('localhost', [{TEMPERATURE}], 1000000, 'opsd_')",
+        f"{{{TEMPERATURE}: {GPU_TEMP.name!r}}}",
+    ]
+
+
+def test_broken_bindings_are_one_sentence(tmp_path: Path) -> None:
+    """Whatever they raise; DCGM has an exception class for every status."""
+    (tmp_path / "DcgmReader.py").write_text("raise OSError('libdcgm.so.4 is missing')\n")
+    with pytest.raises(EngineError, match="cannot be read"):
+        HostEngine(SERIES, folders=(tmp_path,), running=lambda: True).read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a socket is given to another user")
+def test_another_users_engine_is_not_believed() -> None:
+    """Neither before the bindings connect nor after: they connect by themselves."""
+    own, others = trusted_uids(()), frozenset({65533})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address), server.accept()[0] as accepted:
+            check_connections(own, address[1])
+            os.fchown(accepted.fileno(), 65534, -1)
+            with pytest.raises(UntrustedError, match="belongs to user 65534"):
+                check_connections(own, address[1])
+            check_connections(own, address[1] - 1)
+        with pytest.raises(UntrustedError):
+            runs(others, address)
+    assert not runs(own, address)
+
+
+def test_an_engine_that_is_not_believed_is_none(bindings: Path) -> None:
+    """Its bindings are not used; that it is there shows."""
+
+    def running() -> bool:
+        raise UntrustedError("what listens there belongs to user 65534, who is not believed")
+
+    dcgm = collector(HostEngine({}, folders=[bindings], running=running))
+    reading = dcgm.collect()
+    assert isinstance(reading, Reading)
+    assert {s.metric.name: s.value for s in reading.samples}["opsd_dcgm_untrusted"] == 1.0
+    assert dcgm.beside(reading, Reading())[1].endswith("is not believed")
+
+
+# DCGM beside the driver: what counts, what it is called, and where the two disagree.
+
+
+NODE = "n1"
+
+GPUS = tuple(GpuFact(index, f"GPU-{index}", f"0000:0{index}:00.0", "H100") for index in range(2))
+
+EXPORTER_UP = Metric("opsd_dcgm_exporter_up", "x")
+
+
+def own(metric: Metric, gpu: GpuFact, value: float) -> Sample:
+    """The driver's sample."""
+    return Sample(metric, value, Identity(gpu.index, gpu.uuid, gpu.pci_bus_id, gpu.model).labels(metric, NODE))
+
+
+def told(metric: Metric, uuid: str, value: float, index: int = 0) -> Sample:
+    """DCGM's, by labels of its own."""
+    return Sample(metric, value, (str(index), uuid, "1B", "x", "NVIDIA H100", "box", "box"))
+
+
+def test_the_drivers_value_counts_and_the_rest_is_added_by_its_labels() -> None:
+    """Of each GPU by itself: one that the driver says nothing of hides nothing of the other."""
+    driver = Reading((own(GPU_TEMP, GPUS[0], 60.0),), facts=GPUS)
+    samples = [
+        Sample(EXPORTER_UP, 1.0),
+        told(GPU_TEMP, "GPU-0", 99.0),
+        told(GPU_TEMP, "GPU-1", 55.0, 1),
+        told(SM_CLOCK, "GPU-0", 9),
+    ]
+    kept, wrong = Comparison((), NODE).merge(samples, driver, 0.0)
+    assert kept == [Sample(EXPORTER_UP, 1.0), own(GPU_TEMP, GPUS[1], 55.0), own(SM_CLOCK, GPUS[0], 9.0)]
+    assert wrong == ()
+
+
+def test_without_a_driver_dcgm_speaks_alone() -> None:
+    """Its samples are as they came."""
+    samples = [told(GPU_TEMP, "GPU-7", 99.0)]
+    assert Comparison((), NODE).merge(samples, Reading(), 0.0) == (samples, ())
+
+
+def test_a_gpu_that_the_driver_does_not_know_is_left_out_and_named() -> None:
+    """So is one of another index, whose values are kept by the driver's."""
+    samples = [told(GPU_TEMP, "GPU-7", 99.0), told(GPU_TEMP, "GPU-1", 55.0, 5)]
+    kept, wrong = Comparison((), NODE).merge(samples, Reading(facts=GPUS), 0.0)
+    assert kept == [own(GPU_TEMP, GPUS[1], 55.0)]
+    assert wrong == ("GPU-7, which the driver does not know", "the index of GPU-1")
+
+
+def test_values_that_hardly_change_must_agree_within_minutes() -> None:
+    """What one source is late with is no difference; nor is one that ends in between."""
+    comparison = Comparison({REMAP_FAILURE.name}, NODE)
+    driver = Reading((own(REMAP_FAILURE, GPUS[0], 0.0), own(GPU_TEMP, GPUS[0], 60.0)), facts=GPUS)
+    says = {value: [told(REMAP_FAILURE, "GPU-0", value), told(GPU_TEMP, "GPU-0", 99.0)] for value in (0.0, 1.0)}
+
+    def wrong(value: float, now: float) -> tuple[str, ...]:
+        return comparison.merge(says[value], driver, now)[1]
+
+    assert wrong(1.0, 0.0) == wrong(1.0, DIFFER_S - 1) == wrong(0.0, DIFFER_S) == wrong(1.0, DIFFER_S + 1) == ()
+    assert wrong(1.0, 2 * DIFFER_S + 1) == ("DCGM_FI_DEV_ROW_REMAP_FAILURE of GPU-0",)

@@ -1,14 +1,17 @@
-"""The parts of the group: plans in claims, patience with peers, messages that are said again."""
+"""The parts of the group of launchers, and its invariants under random faults."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
+from contextlib import nullcontext
+from dataclasses import astuple, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.election import Election, ElectionView
 from opsd.launch.claims.followers import FollowerTracker
@@ -26,6 +29,14 @@ from opsd.launch.claims.messages import (
 )
 from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Quorum, quorum
 from opsd.launch.io.protocol import Codec, Member
+from opsd.launch.run.nodes import RunShape
+from tests.fakes.group import FakeClaimStore, Launcher, World
+from tests.fakes.group_run import Run
+from tests.fakes.invariants import FaultInjection
+from tests.fakes.protocol import FREE, Costs, Launchers, run
+
+# The parts of the group: plans in claims, patience with peers, messages that are said again.
+
 
 NAMES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), min_size=1, max_size=12, unique=True)
 
@@ -211,3 +222,190 @@ def test_who_has_not_confirmed_the_members_is_told_the_changes_again() -> None:
     leader.handle_reply(member("n2"), HeartbeatReply(1, 1, "n2-1", members_version=1), 3.0)
     leader.handle_reply(member("n3"), HeartbeatReply(1, 1, "n3-1"), 3.0)
     assert sent == [("n3", news)]
+
+
+# Random faults, and proof that the invariant checker can fail.
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_episodes_come_to_rest(seed: int) -> None:
+    """Loss, cuts in one and both directions, pauses, kills, restarts, stalls, stale reads, damaged claims: one run."""
+    episode(seed, 8)
+
+
+def episode(seed: int, faults: int) -> int:
+    """Play one; returns the number of events."""
+    launchers = 1 + seed % 8
+    least = 1 + seed // 8 % launchers
+    most = least + seed // 64 % (launchers - least + 1)
+    trouble = FaultInjection(seed, launchers, least, most)
+    trouble.go(faults)
+    return trouble.world.events
+
+
+class TwoWin(FakeClaimStore):
+    """A file system on which every claim succeeds."""
+
+    def wins(self, claim: Claim) -> bool:
+        return True
+
+
+class NeverNews(FakeClaimStore):
+    """A folder that shows for ever what it showed at first."""
+
+    def seen(self) -> Claim | None:
+        if not hasattr(self, "_first") or self._first is None:
+            self._first = super().seen()
+        return self._first
+
+
+class Deaf(Launcher):
+    """A launcher that ends no ranks."""
+
+    def prepare(self, plan: Plan) -> None:
+        pass
+
+
+@pytest.mark.parametrize("folder", [FakeClaimStore, TwoWin])
+def test_the_judge_sees_two_claims_of_one_number(folder: type[FakeClaimStore]) -> None:
+    """On a file system that excludes nobody: a leader's claim is held up while the others, cut off, make theirs."""
+    world = World(1)
+    world.folder = folder
+    run = Run(4, 1, 4, world=world).rests()
+    world.stalled["n1"] = world.now + 10.0
+    run["n4"].kill(noticed=True)
+    world.cut(["n1"], ["n2", "n3"])
+    with pytest.raises(AssertionError, match="two claims of one number") if folder is TwoWin else nullcontext():
+        world.run(12.0)
+        world.heal()
+        run.rests()
+
+
+def test_the_judge_sees_who_never_looks() -> None:
+    """The leader of a side that was cut off, and passed over."""
+    world = World(1)
+    world.folder = NeverNews
+    run = Run(3, 1, 3, world=world)
+    world.until(run.judge.at_rest)
+    world.folder = FakeClaimStore
+    for name in ("n2", "n3"):
+        run[name].kill()
+        run.begin(name)
+    world.cut(["n1"], ["n2", "n3"])
+    with pytest.raises(AssertionError, match="for good"):
+        world.run(60.0)
+
+
+def test_the_judge_sees_ranks_that_are_not_ended() -> None:
+    """A launcher that knows of the later claim and does nothing."""
+    run = Run(2, 1, 2).rests()
+    Deaf(run.world, "n3", ("n1", "n2", "n3"), RunShape(1, 3, ("n1", "n2", "n3")))
+    run["n3"].ranks = run["n2"].ranks
+    with pytest.raises(AssertionError):
+        run.world.run(10.0)
+
+
+def test_the_judge_sees_who_leaves_a_healthy_run() -> None:
+    """For no reason."""
+    run = Run(2, 1, 2).rests()
+    run["n2"].overtaken()
+    with pytest.raises(AssertionError, match="n2 has left"):
+        run.world.run(1.0)
+
+
+def test_the_judge_sees_an_end_that_nobody_asked_for() -> None:
+    """The run was healthy."""
+    run = Run(2, 1, 2).rests()
+    run["n1"].core.end(0, "done")
+    with pytest.raises(AssertionError, match="has left"):
+        run.world.run(2.0)
+
+
+def test_the_judge_sees_a_generation_that_two_processes_began() -> None:
+    """A launcher that was restarted takes up the ranks' place as if nothing had been."""
+    run = Run(2, 1, 2).rests()
+    ranks = run["n2"].ranks
+    run["n2"].kill()
+    run.begin("n2")
+    run["n2"].ranks = ranks
+    with pytest.raises(AssertionError, match="begun by two processes"):
+        run.judge.look()
+
+
+def test_the_judge_sees_a_run_that_does_not_go_on() -> None:
+    """Its file server never comes back."""
+    run = Run(2, 1, 2).rests()
+    run["n2"].kill()
+    run.world.stalled[""] = run.world.now + 600.0
+    with pytest.raises(AssertionError, match="waited in vain"):
+        run.rests()
+
+
+# The protocol of many launchers in virtual time: they agree, and what the leader does grows no faster than they do.
+
+
+Figures = dict[str, Any]
+
+BUSY = Costs(encode_s=1e-5, send_s=1e-5, receive_s=2e-5, connect_s=2e-4)
+
+FEW, MANY = 64, 256
+
+PHASES = ("start", "quiet", "node_lost", "spare_lost", "leader_lost")
+
+
+@pytest.fixture(scope="module")
+def few() -> Figures:
+    """What 64 launchers do."""
+    return run(FEW, costs=BUSY)
+
+
+@pytest.fixture(scope="module")
+def many() -> Figures:
+    """What 256 do."""
+    return run(MANY, costs=BUSY)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_the_leader_sends_and_hears_grows_no_faster_than_the_run(few: Figures, many: Figures, phase: str) -> None:
+    """Four times the launchers, at most four times the messages and bytes, and a little for what is fixed."""
+    for what in ("sent", "received", "messages_per_s", "kb_per_s"):
+        assert many[phase][what] <= 1.15 * MANY / FEW * few[phase][what], (phase, what)
+
+
+def test_a_spare_that_goes_costs_no_list_of_all_members(few: Figures, many: Figures) -> None:
+    """The list would have been sixteen times as many bytes for four times the launchers."""
+    more = [figures["spare_lost"]["kb_per_s"] - figures["quiet"]["kb_per_s"] for figures in (few, many)]
+    assert more[1] < 1.5 * MANY / FEW * max(more[0], 1.0)
+    assert many["spare_lost"]["sent"] > many["quiet"]["sent"]
+
+
+def test_all_agree_soon(few: Figures, many: Figures) -> None:
+    """In virtual time: after a loss within the node's silence and a little."""
+    for figures in (few, many):
+        assert figures["start"]["seconds"] < 3
+        assert figures["node_lost"]["seconds"] < 3
+        assert figures["leader_lost"]["seconds"] < 4
+
+
+def test_all_know_who_is_there_after_a_spare_has_gone() -> None:
+    """By the changes alone: a successor would wait for nobody who has gone."""
+    world = Launchers(FEW, 2)
+    world.until_agreed()
+    gone = world.alive[-1].name
+    world.lose(gone)
+    world.pass_time(5.0)
+    assert {frozenset(one.members) for one in world.alive} == {frozenset(world.members) - {gone}}
+
+
+def test_a_leader_that_is_busy_is_late() -> None:
+    """The thread of a launcher does one thing at a time."""
+    slow = Launchers(FEW, 2, replace(BUSY, receive_s=2e-3)).until_agreed()
+    assert slow > Launchers(FEW, 2, FREE).until_agreed() + 0.05
+
+
+def test_launchers_that_cannot_agree_are_said_to() -> None:
+    """Without enough nodes for the run there is no generation."""
+    world = Launchers(16)
+    world.lose("n00003")
+    with pytest.raises(TimeoutError, match="15 launchers agree on no generation within 5 s"):
+        world.until_agreed(limit_s=5.0)

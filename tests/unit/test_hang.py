@@ -8,16 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opsd.attribution import TRACED
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.hang import HangDetector
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.stacks import Frame, Stack, Thread
+from tests.fakes.hang_world import AT_WORK, IN_COLLECTIVE, LIMITS, REPORTERS, World
 from tests.fakes.ranks import FakeRank
+
+# The judge of hangs: slow is not hung, hung is named in time, with the right culprit.
+
 
 POLL_S = 0.1
 
 
-class World:
+class Judged:
     """Ranks, a judge and the clock of both."""
 
     def __init__(self, ranks: int = 2, limits: HangLimits | None = None) -> None:
@@ -62,10 +67,10 @@ def stack(*frames: tuple[str, str]) -> Stack:
     return Stack((Thread("MainThread", True, True, tuple(Frame(name, file, 1) for name, file in frames)),))
 
 
-def in_phases(*phases: str) -> Callable[[World], None]:
+def in_phases(*phases: str) -> Callable[[Judged], None]:
     """Put each rank into a phase, a moment apart."""
 
-    def enter(world: World) -> None:
+    def enter(world: Judged) -> None:
         for rank, phase in zip(world.ranks, phases, strict=True):
             rank.enter(phase, world.now)
 
@@ -74,7 +79,7 @@ def in_phases(*phases: str) -> Callable[[World], None]:
 
 def test_stopped_process_is_named_in_time() -> None:
     """A rank that got SIGSTOP is named within five seconds of the last change, with its process state as evidence."""
-    world = World()
+    world = Judged()
     world.train(20)
     last_change = world.now
     world.ranks[0].enter("collective", world.now)
@@ -89,7 +94,7 @@ def test_stopped_process_is_named_in_time() -> None:
 
 def test_limit_grows_with_the_step() -> None:
     """With steps of ten seconds nothing is a hang before nearly thirty, and at thirty it is."""
-    world = World()
+    world = Judged()
     world.train(10, step_s=10.0)
     assert world.pass_time(29.0) is None
     assert world.pass_time(1.0) is not None
@@ -97,7 +102,7 @@ def test_limit_grows_with_the_step() -> None:
 
 def test_one_slow_step_in_a_hundred_does_not_raise_the_limit() -> None:
     """The limit is learnt from the 99th percentile, so that one outlier does not blunt it."""
-    world = World()
+    world = Judged()
     world.train(300, step_s=0.1)
     world.train(1, step_s=4.0)
     world.train(10, step_s=0.1)
@@ -106,7 +111,7 @@ def test_one_slow_step_in_a_hundred_does_not_raise_the_limit() -> None:
 
 def test_first_steps_may_take_long() -> None:
     """Loading and compiling are not a hang, until the limit for them is reached."""
-    world = World(limits=HangLimits(startup_s=300.0))
+    world = Judged(limits=HangLimits(startup_s=300.0))
     in_phases("forward", "forward")(world)
     assert world.pass_time(299.0) is None
     assert world.pass_time(2.0) is not None
@@ -114,7 +119,7 @@ def test_first_steps_may_take_long() -> None:
 
 def test_start_of_later_generations_is_learnt() -> None:
     """After a start of 20 s, a later start that stands still for 100 s is a hang, one of 90 s is not."""
-    world = World()
+    world = Judged()
     world.train(2, step_s=10.0)
     world.train(6, step_s=0.1)
     assert world.judge.limits.limit("other") == 5.0
@@ -128,7 +133,7 @@ def test_start_of_later_generations_is_learnt() -> None:
 )
 def test_each_phase_has_its_limit(phase: str, allowed_s: float, hung_s: float) -> None:
     """How long a rank may stand still depends on what it is doing."""
-    world = World()
+    world = Judged()
     world.train(10)
     in_phases(phase, phase)(world)
     assert world.pass_time(allowed_s) is None
@@ -139,7 +144,7 @@ def test_each_phase_has_its_limit(phase: str, allowed_s: float, hung_s: float) -
 
 def test_checkpoint_and_evaluation_limits_are_learnt() -> None:
     """Five times the longest checkpoint and evaluation seen are allowed, with a floor."""
-    world = World()
+    world = Judged()
     world.train(10)
     world.ranks[0].step(world.now, 40.0, checkpoint=30.0, evaluation=10.0)
     world.look()
@@ -150,7 +155,7 @@ def test_checkpoint_and_evaluation_limits_are_learnt() -> None:
 
 def test_waiting_for_a_rank_within_its_limit_is_no_hang() -> None:
     """A rank in a collective may wait for one that saves a checkpoint, however long its own limit is exceeded."""
-    world = World()
+    world = Judged()
     world.train(10)
     in_phases("collective", "checkpoint")(world)
     assert world.pass_time(120.0) is None
@@ -160,7 +165,7 @@ def test_waiting_for_a_rank_within_its_limit_is_no_hang() -> None:
 
 def test_rank_hangs_though_others_go_on_without_it() -> None:
     """Where ranks are not coupled, the progress of others is no excuse."""
-    world = World()
+    world = Judged()
     world.train(10)
     hang = None
     for _ in range(100):
@@ -174,7 +179,7 @@ def test_rank_hangs_though_others_go_on_without_it() -> None:
 
 def test_rank_outside_the_collective_is_the_culprit() -> None:
     """With all processes alive, the one that has not come to the collective is named."""
-    world = World(ranks=4)
+    world = Judged(ranks=4)
     world.train(10)
     in_phases("collective", "collective", "forward", "collective")(world)
     hang = world.pass_time(10)
@@ -185,7 +190,7 @@ def test_rank_outside_the_collective_is_the_culprit() -> None:
 
 def test_stacks_tell_who_waits_in_an_unmarked_collective() -> None:
     """A rank inside an all-reduce by its stack is no culprit, whatever phase it reported."""
-    world = World()
+    world = Judged()
     world.train(10)
     in_phases("backward", "backward")(world)
     world.stacks = {
@@ -200,7 +205,7 @@ def test_stacks_tell_who_waits_in_an_unmarked_collective() -> None:
 
 def test_nobody_is_named_when_nobody_stands_out() -> None:
     """All ranks waiting in the same collective since the same moment: the culprit is unknown, and said to be."""
-    world = World()
+    world = Judged()
     world.train(10)
     in_phases("collective", "collective")(world)
     hang = world.pass_time(10)
@@ -211,7 +216,7 @@ def test_nobody_is_named_when_nobody_stands_out() -> None:
 
 def test_compiling_excuses() -> None:
     """A recompilation in the middle of the run gets the time of a start."""
-    world = World()
+    world = Judged()
     world.train(10, step_s=1.0)
     in_phases("forward", "forward")(world)
     world.stacks = {0: stack(("compile_fx", "/x/torch/_inductor/compile_fx.py")), 1: stack(("all_gather", "c10d.py"))}
@@ -223,7 +228,7 @@ def test_compiling_excuses() -> None:
 
 def test_pause_of_the_launcher_is_no_hang() -> None:
     """After a suspended job goes on, nobody is blamed for the time in which nobody could move."""
-    world = World()
+    world = Judged()
     world.train(10)
     world.now += 3600
     assert world.look() is None
@@ -233,7 +238,7 @@ def test_pause_of_the_launcher_is_no_hang() -> None:
 
 def test_slow_but_finite_gets_through() -> None:
     """Something unmarked that takes 12 s is killed once, allowed at the next attempt, and remembered from then on."""
-    world = World()
+    world = Judged()
     world.train(10)
     assert world.pass_time(12.0) is not None
     world.restart()
@@ -245,7 +250,7 @@ def test_slow_but_finite_gets_through() -> None:
 
 def test_certain_hang_does_not_raise_limits() -> None:
     """A stopped process says nothing about how slow the run may be."""
-    world = World()
+    world = Judged()
     world.train(10)
     world.ranks[0].process = "T"
     assert world.pass_time(6.0) is not None
@@ -255,7 +260,7 @@ def test_certain_hang_does_not_raise_limits() -> None:
 @pytest.mark.parametrize("phases", [("checkpoint", "collective"), ("backward", "checkpoint")])
 def test_a_stopped_rank_is_found_at_once(phases: tuple[str, str]) -> None:
     """A stopped process makes no progress, whatever it was doing and however long another rank may be at work."""
-    world = World()
+    world = Judged()
     world.train(10)
     in_phases(*phases)(world)
     world.ranks[0].process = "T"
@@ -266,7 +271,7 @@ def test_a_stopped_rank_is_found_at_once(phases: tuple[str, str]) -> None:
 
 def test_finished_ranks_neither_excuse_nor_take_the_blame() -> None:
     """While one rank has not finished, those that have are out of the question."""
-    world = World()
+    world = Judged()
     world.train(10)
     world.ranks[0].state = "finished"
     world.now += 1.0
@@ -278,7 +283,7 @@ def test_finished_ranks_neither_excuse_nor_take_the_blame() -> None:
 
 def test_finished_rank_may_take_its_time_to_exit() -> None:
     """A rank that has finished its work is not held to the limits of a step."""
-    world = World(ranks=1)
+    world = Judged(ranks=1)
     world.train(10)
     world.ranks[0].state = "finished"
     assert world.pass_time(500.0) is None
@@ -288,7 +293,7 @@ def test_finished_rank_may_take_its_time_to_exit() -> None:
 @given(st.lists(st.floats(0.01, 4.5), min_size=5, max_size=40))
 def test_a_run_that_moves_is_never_hung(step_s: list[float]) -> None:
     """No sequence of steps below the least limit is ever taken for a hang."""
-    world = World()
+    world = Judged()
     for seconds in step_s:
         world.train(1, step_s=seconds)
 
@@ -297,7 +302,7 @@ def test_a_run_that_moves_is_never_hung(step_s: list[float]) -> None:
 @given(st.floats(0.05, 8.0), st.integers(2, 6), st.data())
 def test_every_standstill_is_named_in_time(step_s: float, ranks: int, data: st.DataObject) -> None:
     """Whatever the step time, a stopped rank is the culprit, named by max(5 s, 3 x step) after the last change."""
-    world = World(ranks=ranks)
+    world = Judged(ranks=ranks)
     world.train(8, step_s=step_s)
     culprit = data.draw(st.integers(0, ranks - 1))
     last_change = world.now
@@ -308,3 +313,305 @@ def test_every_standstill_is_named_in_time(step_s: float, ranks: int, data: st.D
     assert hang is not None
     assert hang.rank == culprit
     assert world.now - last_change <= max(5.0, 3 * step_s * 1.05)
+
+
+# The judge of hangs on programs that report much, little or nothing: all that is slow, and all that hangs.
+
+
+Act = Callable[[World], float]
+"""Begins something on a world's ranks; returns how many seconds it takes."""
+
+
+def _all(phase: str, seconds: float, *frames: tuple[str, str]) -> Act:
+    def act(world: World) -> float:
+        for rank in world.ranks:
+            world.enter(rank.rank, phase, (*frames, ("train", "train.py")))
+        return seconds
+
+    return act
+
+
+def _one(phase: str, seconds: float, *frames: tuple[str, str]) -> Act:
+    def act(world: World) -> float:
+        world.wait_for(0)
+        world.enter(0, phase, (*frames, ("train", "train.py")))
+        return seconds
+
+    return act
+
+
+def _first_step(world: World) -> float:
+    for rank in world.ranks:
+        rank.records.clear()
+    return _all("forward", 120.0, ("matmul", "model.py"))(world)
+
+
+def _slow_disk(world: World) -> float:
+    """Nothing in the stack is known, but its file grows."""
+    seconds = _one("checkpoint", 60.0, ("put", "mystore.py"))(world)
+    world.ranks[0].writing = True
+    return seconds
+
+
+def _rewards(world: World) -> float:
+    """Nothing in the stack is known, but it changes."""
+    world.moved = {0}
+    return _one("other", 600.0, ("reward", "mine.py"))(world)
+
+
+def _sleep(world: World) -> float:
+    """One fetches data in an unknown way, the others sleep in a loop until its file is there."""
+    for rank in world.ranks:
+        world.enter(rank.rank, "other", (("clock_nanosleep", "libc.so.6"), ("train", "train.py")), idle=True)
+    return 120.0
+
+
+SLOW: dict[str, Act] = {
+    "evaluation by all": _all("evaluation", 60.0, ("forward", "model.py"), ("evaluate", "train.py")),
+    "evaluation by one": _one("evaluation", 60.0, ("forward", "model.py"), ("run_validation", "train.py")),
+    "nanoGPT's estimate_loss": _all(
+        "evaluation", 60.0, ("estimate_loss", "train.py"), ("decorate_context", "torch/utils/_contextlib.py")
+    ),
+    "save by rank 0": _one("checkpoint", 60.0, ("_save", "torch/serialization.py"), ("save", "torch/serialization.py")),
+    "save of unknown kind": _slow_disk,
+    "compile": _all("forward", 90.0, ("compile_fx", "torch/_inductor/compile_fx.py")),
+    "garbage collection": _one("backward", 20.0, ("gc_collect_main", "python3.11")),
+    "download by one": _one("data", 60.0, ("recv", "socket.py"), ("urlopen", "lib/urllib/request.py")),
+    "sleep on purpose": _sleep,
+    "rewards computed by one": _rewards,
+    "environments in child processes": _all(
+        "other", 120.0, ("read", "libc.so.6"), ("Queue.get", "lib/multiprocessing/queues.py")
+    ),
+    "evaluation nobody can recognise": _one("evaluation", 50.0, ("mix", "mine.py")),
+}
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+@pytest.mark.parametrize("slow", SLOW)
+def test_what_is_slow_is_no_hang(slow: str, reporting: str) -> None:
+    """Nobody is killed for work that takes its time, at its first time."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    assert world.pass_time(SLOW[slow](world)) is None
+    world.train(3)
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+def test_the_first_step_takes_long(reporting: str) -> None:
+    """Loading and the first step may take minutes."""
+    world = World(REPORTERS[reporting])
+    assert world.pass_time(_first_step(world)) is None
+    world.train(3)
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+def test_steps_of_many_micro_batches(reporting: str) -> None:
+    """With 64 micro-batches a step takes half a minute, and some take twice as long."""
+    world = World(REPORTERS[reporting])
+    world.train(5, step_s=32.0)
+    world.train(1, step_s=64.0)
+    world.train(2, step_s=32.0)
+
+
+def _stopped(world: World) -> None:
+    world.ranks[2].process = "T"
+    world.enter(2, "forward", AT_WORK, idle=True)
+
+
+def _locked(world: World) -> None:
+    world.enter(2, "forward", (("acquire", "threading.py"), ("train", "train.py")), idle=True)
+
+
+def _in_the_kernel(world: World) -> None:
+    world.ranks[2].process = "D"
+    world.enter(2, "data", (("read", "dataset.py"),), idle=True)
+
+
+def _fifo(world: World) -> None:
+    world.enter(2, "data", (("open", "dataset.py"),), idle=True)
+
+
+def _dead_child(world: World) -> None:
+    world.enter(2, "forward", (("read", "libc.so.6"), ("Queue.get", "lib/multiprocessing/queues.py")), idle=True)
+
+
+def _spins(world: World) -> None:
+    world.enter(2, "forward", (("spin", "train.py"),))
+
+
+HUNG: dict[str, Callable[[World], None]] = {
+    "stopped": _stopped, "lock": _locked, "in the kernel": _in_the_kernel, "fifo": _fifo,
+    "dead child": _dead_child, "endless loop": _spins
+}  # fmt: skip
+
+PATIENCE = {"nothing": LIMITS.idle_s, "observed": LIMITS.unannounced_s, "three lines": LIMITS.unannounced_s}
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+@pytest.mark.parametrize("hung", HUNG)
+def test_what_hangs_is_named(hung: str, reporting: str) -> None:
+    """The right rank within the limit and 20 s. A loop that burns CPU time cannot be told from work without a page."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    HUNG[hung](world)
+    limit = LIMITS.steady_s if hung == "stopped" else PATIENCE.get(reporting, LIMITS.data_s)
+    untold = (hung, reporting) == ("endless loop", "nothing")
+    assert world.named(limit + 20.0) == (None if untold else 2)
+
+
+@pytest.mark.parametrize("reporting", ["observed", "adapter"])
+def test_waiting_ranks_that_move_excuse_nobody(reporting: str) -> None:
+    """A barrier of Python that polls a store moves, and waits all the same."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    for rank in world.ranks:
+        world.enter(rank.rank, "backward", IN_COLLECTIVE)
+    _locked(world)
+    world.moved = {0, 1, 3}
+    assert world.named(PATIENCE.get(reporting, LIMITS.data_s) + 20.0) == 2
+
+
+@pytest.mark.parametrize("reporting", ["observed", "adapter"])
+def test_work_without_an_end_is_named(reporting: str) -> None:
+    """A loop that never ends looks like work, for a quarter of an hour."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    _spins(world)
+    world.moved = {2}
+    assert world.pass_time(LIMITS.recognised_s - 10.0) is None
+    assert world.named(30.0) == 2
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_waiting_ranks_that_burn_cpu_excuse_nobody(reporting: str) -> None:
+    """Ranks that wait in NCCL poll: by their stacks they wait, whatever CPU time they use."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    for rank in world.ranks:
+        world.enter(rank.rank, "backward", IN_COLLECTIVE)
+    _locked(world)
+    found = world.pass_time(PATIENCE[reporting] + 20.0)
+    assert found is not None
+    assert found.rank == 2
+    assert "ranks 0, 1, 3 wait in a collective" in found.reason
+
+
+def test_a_program_that_waits_for_one_at_work_is_left_alone() -> None:
+    """Without pages: three ranks wait for hours in a barrier for one that computes."""
+    world = World(REPORTERS["nothing"])
+    world.wait_for(0)
+    world.enter(0, "other", AT_WORK)
+    assert world.pass_time(7200.0) is None
+
+
+def test_nobody_is_blamed_for_having_waited_for_a_rank_that_ended() -> None:
+    """The one that all have waited for has ended: the others get their time from then on."""
+    world = World(REPORTERS["nothing"])
+    world.wait_for(0)
+    world.enter(0, "other", AT_WORK)
+    assert world.pass_time(1800.0) is None
+    del world.ranks[0]
+    assert world.pass_time(LIMITS.idle_s - 10.0) is None
+    assert world.pass_time(20.0) is not None
+
+
+HOUR = HangLimits(long_s=LIMITS.idle_s + 100.0)
+"""An hour that takes less time to simulate."""
+
+PDB = (
+    ("read", "libc.so.6"),
+    ("Cmd.cmdloop", "/usr/lib/python3.11/cmd.py"),
+    ("Bdb.trace_dispatch", "/usr/lib/python3.11/bdb.py"),
+)
+
+EVENT_LOOP = (
+    ("epoll_wait", "libc.so.6"), ("EpollSelector.select", "/usr/lib/python3.12/selectors.py"),
+    ("BaseEventLoop._run_once", "/usr/lib/python3.12/asyncio/base_events.py"), ("run", "serve.py"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+@pytest.mark.parametrize("frames", [PDB, EVENT_LOOP])
+def test_who_waits_for_a_person_or_for_requests_is_left_alone(
+    frames: tuple[tuple[str, str], ...], reporting: str
+) -> None:
+    """For as long as anything may take, also if the others wait for it."""
+    world = World(REPORTERS[reporting], limits=HOUR)
+    world.train()
+    world.wait_for(2)
+    world.enter(2, "forward", frames, idle=True)
+    assert world.pass_time(HOUR.long_s - 10.0) is None
+    assert world.named(30.0) == 2
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_a_file_of_the_program_is_no_debugger(reporting: str) -> None:
+    """Whatever its name is."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    world.enter(2, "forward", (("acquire", "/home/u/code.py"), ("train", "/home/u/cmd.py")), idle=True)
+    assert world.pass_time(LIMITS.idle_s + 20.0) is not None
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_a_rank_in_a_debugger_is_left_alone(reporting: str) -> None:
+    """Somebody looks at it with gdb, but may have forgotten it."""
+    world = World(REPORTERS[reporting], limits=HOUR)
+    world.train()
+    world.wait_for(2)
+    world.ranks[2].process = TRACED
+    world.enter(2, "forward", AT_WORK, idle=True)
+    assert world.pass_time(HOUR.long_s - 10.0) is None
+    assert world.named(30.0) == 2
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_a_rank_that_a_debugger_has_let_go_has_its_time_again(reporting: str) -> None:
+    """It has not moved for ten minutes, and takes some seconds to; so have those that wait for it."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    world.ranks[2].process = TRACED
+    world.enter(2, "forward", AT_WORK, idle=True)
+    assert world.pass_time(LIMITS.idle_s + 30.0) is None
+    world.ranks[2].process = "S"
+    assert world.pass_time(30.0) is None
+    world.train(3)
+    world.wait_for(2)
+    _locked(world)
+    assert world.pass_time(LIMITS.idle_s + 20.0) is not None
+
+
+def test_idle_limit_can_be_switched_off() -> None:
+    """A program that may do nothing for days is never judged by that."""
+    world = World(REPORTERS["nothing"], ranks=1)
+    world.judge = HangDetector(HangLimits(idle_s=float("inf")))
+    world.enter(0, "other", AT_WORK, idle=True)
+    assert world.pass_time(3600.0) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_more_evidence_of_progress_never_makes_a_hang(data: st.DataObject) -> None:
+    """Of two equal worlds, one with later activity, writes or changes of page: it is not hung before the other."""
+    reporting = data.draw(st.sampled_from(sorted(REPORTERS)))
+    seconds = data.draw(st.floats(1.0, 1200.0))
+    less, more = World(REPORTERS[reporting], ranks=1), World(REPORTERS[reporting], ranks=1)
+    phase = data.draw(st.sampled_from(["forward", "data", "checkpoint", "evaluation", "collective"]))
+    frames = data.draw(st.sampled_from([AT_WORK, IN_COLLECTIVE, (("evaluate", "x.py"),)]))
+    for world in (less, more):
+        world.train(data.draw(st.just(6)))
+        world.enter(0, phase, frames, idle=True)
+    kind = data.draw(st.sampled_from(["active", "writing", "changed"]))
+    if kind == "active":
+        more.ranks[0].idle_since = None
+    elif kind == "writing":
+        more.ranks[0].writing = True
+    else:
+        more.pass_time(data.draw(st.floats(0.0, 4.0)))
+        more.enter(0, phase, frames, idle=True)
+    if less.pass_time(seconds) is None:
+        assert more.pass_time(seconds) is None

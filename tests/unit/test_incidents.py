@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.agent import lifecycle
-from opsd.agent.incidents import IncidentTable, cost_growth, reduce
+from opsd.agent import incidents, lifecycle
+from opsd.agent.incidents import IncidentTable, cost_growth, reduce, settled_by, shifted
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
-from opsd.runbooks.base import Cost, Culprit, Evidence, Severity, State
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
+from tests.fakes.incidents import WALL
+from tests.fakes.incidents import finding as trouble_found
 from tests.fakes.timeline import RULES, T0, Timeline, finding
+
+# The life of an incident, whatever is found, healed and done in whatever order.
 
 
 def test_a_finding_opens_one_incident_however_often_it_is_found() -> None:
@@ -313,3 +317,280 @@ def test_invariants_hold_in_every_history(history) -> None:
                 for name, i in table.incidents.items()
             }
             table = replace(table, incidents=acted)
+
+
+# Incidents across restarts of the agent and steps of the wall clock.
+
+
+def test_an_action_under_way_at_a_restart_is_under_way_still() -> None:
+    """It is carried out or given up, and either has an outcome."""
+    timeline = Timeline()
+    timeline.tick(finding())
+    timeline.act()
+    loaded = lifecycle.resumed(timeline.incident, timeline.now + 60)
+    assert (loaded.state, loaded.attempts) == (State.ACTING, 1)
+    assert [number for number, _ in lifecycle.unfinished(loaded)] == [0]
+
+
+def test_an_attempt_without_an_action_under_way_is_verified() -> None:
+    """No outcome would ever end it."""
+    timeline = Timeline()
+    timeline.tick(finding())
+    timeline.act({"verb": "notify", "outcome": "ok"})
+    loaded = lifecycle.resumed(timeline.incident, timeline.now + 60)
+    assert (loaded.state, loaded.acted_at) == (State.VERIFYING, timeline.now + 60)
+
+
+def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:
+    """An hour's jump neither resolves nor escalates."""
+    timeline = Timeline()
+    timeline.tick(finding())
+    timeline.tick(healed=True)
+    timeline.table = incidents.shifted(timeline.table, 3600)
+    timeline.now += 3600
+    timeline.tick(healed=True)
+    assert timeline.incident.state is State.OPEN
+
+
+@pytest.mark.parametrize("step", [2 * lifecycle.GIVE_UP_S, -2 * lifecycle.GIVE_UP_S])
+def test_a_step_of_the_clock_ends_no_wait_and_restarts_none(step: float) -> None:
+    """Neither what is unseen nor what nobody can help is a person's turn at once, or hours too late."""
+    unseen, idle = Timeline(), Timeline()
+    for timeline in (unseen, idle):
+        timeline.tick(finding())
+        timeline.table = incidents.shifted(timeline.table, step)
+        timeline.now += step
+    unseen.tick()
+    assert unseen.incident.state is State.OPEN
+    idle.tick(finding(), healed=False, idle=True)
+    assert idle.incident.state is State.OPEN
+    idle.tick(finding(), healed=False, idle=True, seconds=RULES["throttle"].verify_s)
+    assert idle.incident.state is State.ESCALATED
+
+
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_step_of_the_clock_does_not_change_how_long_something_may_come_back(step: float) -> None:
+    """What was over a second ago is the same incident, whatever the clock says now."""
+    timeline = Timeline(rules={"throttle": IncidentRules(clear_after_s=0, hold_s=60)})
+    timeline.tick(finding())
+    first = timeline.incident.id
+    timeline.tick(healed=True)
+    timeline.table = incidents.shifted(timeline.table, step)
+    timeline.now += step
+    timeline.tick(finding())
+    assert timeline.incident.id == first
+    timeline.tick(healed=True)
+    timeline.tick(finding(), seconds=61)
+    assert timeline.incident.id != first
+
+
+@pytest.mark.parametrize("state", [State.OPEN, State.VERIFYING])
+def test_the_time_in_which_no_agent_watched_ends_no_wait(state: State) -> None:
+    """After hours of repair the collectors need some seconds before anything is known: nobody is called for those."""
+    timeline = Timeline()
+    timeline.tick(finding())
+    name, before = next(iter(timeline.table.incidents.items()))
+    before = replace(before, state=state, acted_at=timeline.now if state is State.VERIFYING else None)
+    timeline.now += 2 * lifecycle.GIVE_UP_S
+    timeline.table = IncidentTable({name: lifecycle.resumed(before, timeline.now)}, watching_since=timeline.now)
+    timeline.tick(idle=True)
+    assert timeline.incident.state is state
+    timeline.tick(healed=True)
+    timeline.tick(healed=True, seconds=RULES["throttle"].clear_after_s)
+    assert timeline.ended[0].state is State.RESOLVED
+
+
+def test_health_seen_by_an_earlier_agent_does_not_count() -> None:
+    """Nobody knows whether it stayed healthy meanwhile."""
+    timeline = Timeline()
+    timeline.tick(finding())
+    timeline.tick(healed=True)
+    name, before = next(iter(timeline.table.incidents.items()))
+    timeline.now += 3600
+    timeline.table = IncidentTable({name: lifecycle.resumed(before, timeline.now)}, watching_since=timeline.now)
+    timeline.tick(healed=True)
+    assert timeline.incident.state is State.OPEN
+
+
+# Trouble that comes and goes is one incident, and a person's in the end.
+
+
+CLEAR_S, HOLD_S, RELAPSES = 2.0, 60.0, 3
+
+FLAPPING_RULES = {"trouble": IncidentRules(clear_after_s=CLEAR_S, hold_s=HOLD_S, max_relapses=RELAPSES)}
+
+
+class Course:
+    """Plays seconds in which the trouble is there or not, and remembers what ended and what changed."""
+
+    def __init__(self) -> None:
+        self.table, self.now = IncidentTable(), WALL
+        self.ended: list[Incident] = []
+        self.states: list[tuple[State | None, State]] = []
+
+    def play(self, trouble: bool, seconds: int = 1) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            healed = {incident.id: not trouble for incident in self.table.incidents.values()}
+            observed = Observed([trouble_found()] if trouble else [], healed)
+            self.table, ended, transitions = reduce(self.table, observed, FLAPPING_RULES, self.now)
+            self.ended += ended
+            self.states += [(t.before, t.after) for t in transitions]
+
+    @property
+    def incident(self) -> Incident:
+        (incident,) = self.table.incidents.values()
+        return incident
+
+
+def test_what_comes_back_within_the_hold_time_goes_on_as_the_same_incident() -> None:
+    """It keeps its id and its beginning, and counts."""
+    course = Course()
+    course.play(True)
+    first = course.incident
+    course.play(False, 10)
+    assert not course.table.incidents
+    course.play(True)
+    back = course.incident
+    assert (back.id, back.opened_at, back.relapses, back.resolved_at) == (first.id, first.opened_at, 1, None)
+    assert course.states == [(None, State.OPEN), (State.OPEN, State.RESOLVED), (State.RESOLVED, State.OPEN)]
+
+
+def test_what_comes_back_later_is_another_incident() -> None:
+    """After the hold time the old one is history."""
+    course = Course()
+    course.play(True)
+    first = course.incident
+    course.play(False, int(CLEAR_S + HOLD_S) + 2)
+    course.play(True)
+    assert course.incident.id != first.id
+    assert course.incident.relapses == 0
+
+
+def test_it_escalates_after_some_relapses_instead_of_resolving_again() -> None:
+    """It stays with the person from then on, also when it is over once more."""
+    course = Course()
+    for _ in range(RELAPSES + 2):
+        course.play(True, 2)
+        course.play(False, 10)
+    assert course.states.count((State.OPEN, State.RESOLVED)) == RELAPSES
+    assert course.ended[-1].state is State.ESCALATED
+    assert "came back within 60 s, 4 times so far" in course.ended[-1].verdict
+
+
+def test_a_relapse_does_not_pay_for_the_time_in_between() -> None:
+    """Costs grow while the trouble is there only."""
+    course = Course()
+    course.play(True)
+    before = course.incident.cost.gpu_seconds
+    course.play(False, 30)
+    course.play(True)
+    assert course.incident.cost.gpu_seconds == before
+
+
+def test_a_held_symptom_neither_ends_nor_escalates() -> None:
+    """Whatever it is found to be, it waits for its cause."""
+    course = Course()
+    course.play(True)
+    name, incident = next(iter(course.table.incidents.items()))
+    for state in (State.OPEN, State.VERIFYING, State.ESCALATED):
+        table = IncidentTable({name: replace(incident, state=state, acted_at=WALL)})
+        observed = Observed(healed={incident.id: True}, held=frozenset({incident.id}), idle=frozenset({incident.id}))
+        for second in range(0, 1000, 100):
+            table, ended, transitions = reduce(table, observed, FLAPPING_RULES, course.now + second)
+            assert (ended, transitions) == ((), ())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=30))
+def test_however_it_flaps_people_hear_of_one_incident_a_bounded_number_of_times(course_of: list[tuple[bool, int]]):
+    """Ids differ only across gaps longer than the hold time, and none is resolved more often than it may relapse."""
+    course = Course()
+    for trouble, seconds in course_of:
+        course.play(trouble, seconds)
+    seen = [*course.ended, *course.table.incidents.values()]
+    for id in {incident.id for incident in seen}:
+        lives = [incident for incident in seen if incident.id == id]
+        assert [incident.relapses for incident in lives] == list(range(len(lives)))
+        assert sum(incident.state is State.RESOLVED for incident in lives) <= RELAPSES
+        assert all(incident.state is State.ESCALATED for incident in lives[RELAPSES:])
+    for old, new in zip(course.ended, seen[1:], strict=False):
+        assert old.resolved_at is not None
+        began = new.opened_at if new.reopened_at is None else new.reopened_at
+        assert (new.id == old.id) == (began - old.resolved_at < HOLD_S)
+
+
+# One piece of evidence opens one incident, and what was true at its time is not taken back.
+
+
+EVIDENCE_RULES = {"gpu_xid": IncidentRules(clear_after_s=2.0)}
+
+XID = Finding(
+    kind="gpu_xid",
+    key="GPU-0001",
+    severity=Severity.WARNING,
+    summary="GPU 1: Xid 94",
+    culprit=Culprit("gpu", "n01", 1, 5, "Xid 94"),
+    confidence=0.9,
+    evidence=(Evidence("Xid 94", "kmsg", 100.0),),
+    job="4242",
+    run="smol",
+    struck_at=100.0,
+)
+
+
+def ended_book():
+    """A table whose only incident was healed."""
+    table, _, _ = reduce(IncidentTable(), Observed([XID]), EVIDENCE_RULES, 101.0)
+    (incident,) = table.incidents.values()
+    for now in (102.0, 103.0, 104.0):
+        table, ended, _ = reduce(table, Observed(healed={incident.id: True}), EVIDENCE_RULES, now)
+        if ended:
+            return table, ended
+    raise AssertionError("the incident did not end")
+
+
+@pytest.mark.parametrize("step", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("jitter", [0.0, 6e-5, 2.0])
+def test_evidence_of_an_ended_incident_opens_no_second_one(step, jitter):
+    """The proof of health can vanish with the run; a step of the clock, and a time told again, change nothing."""
+    table, _ = ended_book()
+    table = shifted(table, step)
+    late = replace(XID, struck_at=100.0 + step + jitter, culprit=Culprit("gpu", "n01", 1), job="")
+    after, _, transitions = reduce(table, Observed([late]), EVIDENCE_RULES, 200.0 + step)
+    assert not after.incidents
+    assert transitions == ()
+
+
+def test_a_newer_event_opens_an_incident():
+    """Only what was settled is left alone."""
+    table, _ = ended_book()
+    _, _, transitions = reduce(table, Observed([replace(XID, struck_at=150.0)]), EVIDENCE_RULES, 150.5)
+    assert [transition.before for transition in transitions] == [None]
+
+
+def test_a_condition_that_lasts_opens_an_incident_again():
+    """The driver can ask for a recovery after the Xid was healed."""
+    table, _ = ended_book()
+    _, _, transitions = reduce(table, Observed([replace(XID, struck_at=None)]), EVIDENCE_RULES, 150.0)
+    assert len(transitions) == 1
+
+
+def test_an_agent_that_starts_knows_what_was_settled():
+    """The journal has the ended incidents; one of a clock that was ahead settles nothing that is to come."""
+    _, ended = ended_book()
+    assert settled_by(ended, 1000.0) == {("gpu_xid", "GPU-0001"): 100.0}
+    assert settled_by([replace(ended[0], struck_at=5000.0)], 1000.0) == {("gpu_xid", "GPU-0001"): 1000.0}
+    assert settled_by(ended, 100.0 + incidents.SETTLED_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("rank", "job", "run"),
+    [(None, "", ""), (2, "4243", "next")],
+    ids=["the rank is gone", "another job has the GPU"],
+)
+def test_rank_job_and_run_are_those_at_the_time_of_the_evidence(rank, job, run):
+    """The same Xid, judged while its rank is restarted or when another job has the GPU, blames the first one."""
+    first = lifecycle.opened(XID, 101.0)
+    later = replace(XID, culprit=Culprit("gpu", "n01", 1, rank, "Xid 94"), job=job, run=run)
+    after = lifecycle.merged(first, later, 110.0)
+    assert (after.culprit.rank, after.job, after.run) == (5, "4242", "smol")

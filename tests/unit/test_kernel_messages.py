@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.agent.window import Window
+from opsd.bench.outside import FOLDER
+from opsd.bench.outside.kernel_lines import INCIDENTS, REPEATED, expected, lines
 from opsd.collectors.kmsg import parse_message
 from opsd.collectors.lib.kernel.messages import KINDS, RULES, Trouble, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import Xid
+from opsd.runbooks import RUNBOOKS
+from tests.fakes.kmsg import Node, read
+
+# Messages of the kernel that tell of trouble, in the words of real kernels.
+
 
 MESSAGES = [
     (
@@ -370,7 +380,6 @@ USERS_TEXT = (
 """Where the kernel writes what a user has chosen: names of processes, files, control groups and cpusets, and the prefix
 of a rule of iptables or nftables, which a user may set in namespaces with net.netfilter.nf_log_all_netns."""
 
-
 XIDS = ("NVRM: Xid (0000:3b:00): 79, ", "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 3")
 
 
@@ -392,3 +401,47 @@ def test_the_name_of_a_process_hides_nothing(name: str) -> None:
     assert isinstance(found, Xid) and (found.code, found.pid) == (79, 77)
     killed = parse_message(f"Out of memory: Killed process 77 ({name}) total-vm:9kB, anon-rss:5kB")
     assert isinstance(killed, Trouble) and (killed.kind, killed.data["pid"]) == ("oom_kill", 77)
+
+
+# Lines that real kernels and drivers have written, from outside this project, and the incidents that they open.
+
+
+LINES = list(lines(FOLDER / "kernel_lines"))
+
+
+def opened(node: Node, line: str, *, times: int = 1, apart_s: float = 70.0, facility: int = 0) -> set[str]:
+    """The kinds of incident that the agent's runbooks find 20 s after the kernel has said ``line``."""
+    agent, window = node.agent(), Window("n01", seconds=60.0)
+    read(agent)
+    for _ in range(times):
+        node.clock.advance(apart_s)
+        node.say(line, facility=facility)
+        window.begin(node.clock.monotonic(), node.clock.wall())
+        window.add("kmsg", read(agent))
+    window.begin(node.clock.monotonic() + 20.0, node.clock.wall() + 20.0)
+    return {book.kind for book in RUNBOOKS if any(book.detect(window))}
+
+
+def test_every_kind_of_trouble_has_lines_from_several_places() -> None:
+    """None of them is tested with our own words only."""
+    assert {about for about, _ in LINES} == {*INCIDENTS, "benign", "harmless_event"}
+
+
+@pytest.mark.parametrize(("about", "line"), [each for each in LINES if each[0] in INCIDENTS])
+def test_a_line_of_trouble_opens_its_incident(tmp_path: Path, about: str, line: str) -> None:
+    """Whatever release of the kernel or driver wrote it; storms take several."""
+    times = REPEATED.get(about, 1)
+    assert opened(Node(tmp_path), line, times=times, apart_s=70.0 if times < 10 else 1.0) == {expected(about, line)}
+
+
+@pytest.mark.parametrize(("about", "line"), [each for each in LINES if each[0] not in INCIDENTS])
+def test_a_line_that_looks_alike_opens_nothing(tmp_path: Path, about: str, line: str) -> None:
+    """Lines that go with trouble or only resemble it are no incident; most are not even an event."""
+    assert (parse_message(line) is None) == (about == "benign")
+    assert opened(Node(tmp_path), line) == set()
+
+
+@pytest.mark.parametrize(("about", "line"), LINES)
+def test_what_a_user_writes_into_the_log_is_not_believed(tmp_path: Path, about: str, line: str) -> None:
+    """A process that may write to /dev/kmsg speaks with its own facility, never the kernel's."""
+    assert opened(Node(tmp_path), line, facility=1) == set()

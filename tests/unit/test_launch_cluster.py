@@ -1,27 +1,53 @@
-"""What a launcher with peers makes of outages, of a new leader, and of a folder that fails."""
+"""A launcher with peers: outages, new leaders, and how it stops."""
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from opsd import exitcodes
 from opsd.launch.claims.messages import Begun
-from opsd.launch.io.reporting import flush
-from opsd.launch.run.cluster import LASTING_S, SILENT_S
+from opsd.launch.io.addresses import host_is_up
+from opsd.launch.io.console import Console
+from opsd.launch.io.loop import Loop
+from opsd.launch.io.reporting import EventLog, flush
+from opsd.launch.ranks.settings import Program, Settings
+from opsd.launch.ranks.shutdown import SECOND_STOP_S
+from opsd.launch.ranks.workers import RankStarter
+from opsd.launch.run.assembly import EnclosingJob
+from opsd.launch.run.closing import summarize_job
+from opsd.launch.run.cluster import LASTING_S, SILENT_S, UNBEGUN_S
 from opsd.launch.run.messages import (
+    CODEC,
     Ended,
     Failed,
     GivenBack,
+    Leaving,
+    Readiness,
+    Stop,
+    StopOrdered,
+    StopReason,
     StopWanted,
     Waiting,
 )
-from opsd.launch.run.shutdown import CLAIM_S
+from opsd.launch.run.shutdown import CLAIM_S, Shutdown
+from opsd.launch.run.supervisor import Supervisor
+from opsd.rundir import RunFolders
+from opsd.slurm.port import JobDetails, Node, SlurmUnavailable
 from tests.fakes.cluster import FollowerLauncher
-from tests.fakes.leader import NODES, SIGTERM
+from tests.fakes.leader import NODES, SIGTERM, swap_of
+from tests.fakes.requeue import FakeQueue, running
+
+# What a launcher with peers makes of outages, of a new leader, and of a folder that fails.
 
 
 def test_ranks_run_on_without_a_leader(follower: FollowerLauncher) -> None:
@@ -292,3 +318,260 @@ def test_who_was_cut_off_gives_up_only_while_there_is_no_leader(follower: Follow
     follower.loop.advance(60)
     assert follower.node.left is not None
     assert follower.node.left[0] == exitcodes.REQUEUE
+
+
+# How a launcher with peers stops: signals to its node, planned swaps, and borrowed nodes that leave.
+
+
+def test_a_signal_during_a_swap_is_told_as_what_it_is(follower: FollowerLauncher) -> None:
+    """To the next leader too: it would take it for the swap, and go on."""
+    follower.run.received("n1", CODEC.encode(StopOrdered(1, swap_of("n3"))))
+    follower.run.asked_to_stop("SIGTERM")
+    follower.elect("n3")
+    assert [message for message in follower.hear() if isinstance(message, StopWanted)] == [StopWanted(SIGTERM)] * 2
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_stop_is_for_the_ranks_that_it_means(follower: FollowerLauncher, generation: int) -> None:
+    """Not for those that have replaced them when it comes, late; and for those that it comes too early for."""
+    follower.prepare(2, *NODES)
+    order = CODEC.encode(StopOrdered(generation, swap_of("n3")))
+    if generation == 2:
+        follower.run.received("n1", order)
+    follower.run.begin(follower.plan(2, *NODES), Begun("10.0.0.1", 1))
+    follower.run.received("n1", order)
+    assert follower.node.stopping == ("the swap of n3" if generation == 2 else "")
+
+
+def test_a_message_of_another_version_is_named(follower: FollowerLauncher, capfd: pytest.CaptureFixture[str]) -> None:
+    """One sentence with the sender and what is wrong, and nothing else happens."""
+    follower.run.received("n1", {"kind": "dance"})
+    follower.run.received("n1", {"kind": "stop_ordered", "generation": 1, "stop": {"why": "boredom"}})
+    flush(20)
+    said = capfd.readouterr().err
+    assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said
+    assert (
+        "n1 sends a message 'stop_ordered' whose stop.why is not one of signal, request, swap, grow; it is ignored"
+        in said
+    )
+    assert follower.node.stopping == ""
+
+
+def test_a_borrowed_node_that_stands_by_goes_alone() -> None:
+    """The end of its own job is not the run's, whether it has joined already or not."""
+    follower, new = FollowerLauncher(borrowed=True), FollowerLauncher(borrowed=True)
+    follower.begin(1, "n1", "n3", spares=("n2",))
+    for borrowed in (follower, new):
+        borrowed.run.asked_to_stop("SIGTERM")
+        assert borrowed.node.left == (exitcodes.INTERRUPTED, "n2 goes: its own job ends (SIGTERM)")
+    assert follower.hear() + new.hear() == [Readiness("")]
+
+
+def test_a_borrowed_node_at_work_goes_once_it_is_replaced() -> None:
+    """It asks again whenever that may have become possible: a spare has come, or another leader."""
+    borrowed = FollowerLauncher(borrowed=True)
+    borrowed.begin(1, *NODES)
+    borrowed.run.asked_to_stop("SIGUSR1")
+    borrowed.begin(2, *NODES, spares=("n4",), keep=1)
+    borrowed.elect("n3")
+    assert borrowed.hear() == [Leaving(1, "its own job ends (SIGUSR1)")] * 3
+    assert (borrowed.node.left, borrowed.node.stopping) == (None, "")
+    borrowed.begin(3, "n1", "n4", "n3", spares=("n2",))
+    assert borrowed.node.left is not None
+    assert borrowed.node.left[0] == exitcodes.INTERRUPTED
+
+
+def test_the_run_can_be_stopped_on_a_borrowed_node_too() -> None:
+    """By its control socket: that is about the run."""
+    borrowed = FollowerLauncher(borrowed=True)
+    borrowed.begin(1, *NODES)
+    borrowed.run.asked_to_stop("control")
+    assert borrowed.hear() == [StopWanted(Stop(StopReason.REQUEST))]
+
+
+def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
+    """After a planned swap it warms up interpreters, and tells nobody of the swap any more."""
+    settings = Settings(Program.find("executable", "true", ()), "r", "", "n1", 1, "r")
+    folders = RunFolders.create("r", folder=tmp_path / "run", logs=None, shared=tmp_path / "shm")
+    loop, console = Loop(), Console()
+    supervisor = Supervisor(
+        settings,
+        folders,
+        EventLog("r", "n1", []),
+        loop,
+        starter=RankStarter(settings, folders, loop, console),
+        hangs=None,
+        console=console,
+    )
+    supervisor.stop("the swap of n1")
+    supervisor.stand_by(2)
+    assert (supervisor.stopping, supervisor.state) == ("", "spare")
+
+
+def test_nobody_leaves_its_ranks_to_themselves(follower: FollowerLauncher) -> None:
+    """The signal came between two generations, and the leader began the next before it knew: now it stops the ranks."""
+    follower.prepare(2, *NODES)
+    follower.run.asked_to_stop("SIGTERM")
+    follower.begin(2, *NODES)
+    follower.run.received("n1", CODEC.encode(StopOrdered(2, SIGTERM)))
+    follower.loop.advance(121)
+    assert (follower.node.stopping, follower.node.left) == ("SIGTERM", None)
+
+
+@pytest.mark.parametrize(("signals", "limit_s"), [(2, SECOND_STOP_S), (3, 0.0)])
+def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(
+    follower: FollowerLauncher, signals: int, limit_s: float
+) -> None:
+    """There is no leader that could end the run, nor a folder in which one could be found."""
+    follower.elect(None)
+    follower.run.cut_off()
+    for _ in range(signals):
+        follower.run.asked_to_stop("SIGTERM")
+    assert follower.node.left is None
+    follower.loop.advance(limit_s)
+    assert follower.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")
+
+
+def test_a_launcher_that_never_met_the_others_stops_soon() -> None:
+    """Nobody has to be told, and no rank saves anything: Ctrl-C before a run has begun takes seconds."""
+    follower = FollowerLauncher()
+    follower.group.leader = None
+    follower.run.asked_to_stop("SIGTERM")
+    follower.loop.advance(UNBEGUN_S)
+    assert follower.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")
+
+
+# The exit of the leader: who ends the job of the run.
+
+
+class Job:
+    """A batch job whose host dies, or does not, before the launcher exits: ``orphaned`` has the next answers."""
+
+    def __init__(self, *orphaned: bool) -> None:
+        self.asked: list[tuple[int, tuple[str, ...]]] = []
+        self._orphaned = list(orphaned)
+
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> bool:
+        """See ``BatchJob.end``."""
+        self.asked.append((code, lost))
+        return self._orphaned.pop(0)
+
+
+class ShutdownLoop:
+    """Does all at once."""
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Nothing comes later."""
+
+    def run_in_thread(self, work: Callable[[], bool], done: Callable[[bool], None]) -> None:
+        """Here and now."""
+        done(work())
+
+
+@pytest.mark.parametrize(("orphaned", "asks"), [((False, False), 2), ((False, True), 2), ((True,), 1)])
+def test_the_batch_host_is_looked_at_again_at_the_very_end(orphaned: tuple[bool, ...], asks: int) -> None:
+    """It may die while the report is made. A job that was ended is not ended again."""
+    job, finished = Job(*orphaned), list[tuple[int, str]]()
+    node = SimpleNamespace(loop=ShutdownLoop(), finish=lambda code, reason: finished.append((code, reason)))
+    shutdown = Shutdown(cast(Any, node), cast(Any, SimpleNamespace(alive={})), job, lambda: None)
+    shutdown.over(0, "all ranks finished", ("n2",), ())
+    shutdown.leave(0, "all ranks finished")
+    assert finished == [(0, "all ranks finished")]
+    shutdown.last_look()
+    assert job.asked == [(0, ("n2",))] * asks
+
+
+def test_a_launcher_that_does_not_lead_asks_for_nothing() -> None:
+    """The job's end is the leader's."""
+    job, finished = Job(), list[int]()
+    node = SimpleNamespace(loop=ShutdownLoop(), finish=lambda code, reason: finished.append(code))
+    shutdown = Shutdown(cast(Any, node), cast(Any, SimpleNamespace(alive={})), job, lambda: None)
+    shutdown.leave(0, "all ranks finished")
+    shutdown.last_look()
+    assert (finished, job.asked) == ([0], [])
+
+
+# What the leader does with the Slurm job at the end of a run.
+
+
+ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "calls"), [(("n2", "n9"), ["drain n2", "down n2", "requeue"]), (("n9",), []), ((), [])]
+)
+def test_a_spare_that_left_is_no_loss_of_the_job(tmp_path: Path, lost: tuple[str, ...], calls: list[str]) -> None:
+    """It never was one of its nodes: the requeue is without the others, and the batch script's if there are none."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n9")], running("n1", "n2"), dead=lost)
+    EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, lost, ())
+    assert slurm.calls == calls
+
+
+def test_a_controller_that_is_away_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """The launcher says so, and nothing outside of a job; else the summary is in the comment of the job."""
+    slurm = FakeQueue([], running("n1", "n2"))
+    summarize_job("finished", lambda: slurm, ENVIRON)
+    slurm.error = SlurmUnavailable("the controller does not answer")
+    summarize_job("failed", lambda: slurm, ENVIRON)
+    summarize_job("finished", lambda: slurm, {})
+    assert slurm.summaries == {7: "finished"}
+    assert capfd.readouterr().err == (
+        "opsd: the job's comment has no summary of the run: the controller does not answer\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "refuses", "calls"),
+    [
+        (exitcodes.OK, "", ["complete 0"]),
+        (exitcodes.REPEATED, "", ["complete 70"]),
+        (exitcodes.OK, "complete", ["cancel 7"]),
+    ],
+)
+def test_a_run_ends_its_job_with_its_own_code(tmp_path: Path, code: int, refuses: str, calls: list[str]) -> None:
+    """The batch host is dead. A cancel breaks each chain of afterok, so it is the last resort."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"), refuses=refuses)
+    EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(code, ("n1",), ())
+    assert slurm.calls == calls
+
+
+def test_a_job_that_slurm_may_not_requeue_ends_with_75(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No helper is submitted; nothing else would end the job, whose batch script is dead."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"), room=True)
+    slurm.by_details[7] = JobDetails({}, requeues=False)
+    EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, ("n1",), ())
+    assert (slurm.calls, slurm.submitted) == (["complete 75"], [])
+    flush()
+    assert "job 7 has --no-requeue" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("is_up", "calls"), [(True, []), (False, ["complete 0"])])
+def test_a_batch_host_that_died_before_it_joined_is_no_loss_that_the_run_knows(
+    tmp_path: Path, is_up: bool, calls: list[str]
+) -> None:
+    """It is asked whether it still lives: nobody else would end the job."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"))
+    environ = {**ENVIRON, "OPSD_BATCH_HOST": "n1"}
+    asked = []
+
+    def answers(host: str, ports: Sequence[int]) -> bool:
+        asked.append((host, *ports))
+        return is_up
+
+    EnclosingJob(environ, tmp_path / "log", lambda: slurm, answers).end(exitcodes.OK, (), ())
+    assert (slurm.calls, asked) == (calls, [("n1", 7003, 22)])
+
+
+def test_a_host_that_refuses_is_up() -> None:
+    """One that does not answer is not, and one without an address is unknown."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = server.getsockname()[1]
+        assert host_is_up("127.0.0.1", (port,))
+        for _ in range(4):  # a queue that is full takes no more
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        assert not host_is_up("127.0.0.1", (port,), timeout_s=0.2)
+    assert host_is_up("127.0.0.1", (port,))
+    assert host_is_up("nobody.invalid", (port,))

@@ -1,15 +1,187 @@
-"""Which spare takes a place, what the events say of it, and segments that are to stay in one NVLink domain."""
+"""Which nodes the leader takes, and which places they get."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from opsd import exitcodes
 from opsd.collectors.lib.nvml.driver import common_domain
+from opsd.commands.launch_settings import segment_of_trainer
 from opsd.launch.io.run_log import EventText
+from opsd.launch.ranks.settings import Program
 from opsd.launch.run.nodes import RunShape, assign_slots
+from opsd.launch.run.nvlink_domain import imex_problem
 from opsd.slurm.topology import parse
-from tests.fakes.leader import LeaderHarness
+from tests.fakes.leader import NODES, SPARE, LeaderHarness
+
+# Which nodes the leader of a run takes for a generation, and when; its peers and the time are simulated.
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> LeaderHarness:
+    return LeaderHarness.at_work(tmp_path)
+
+
+def test_the_nodes_of_the_allocation_come_first(stage: LeaderHarness) -> None:
+    """The first generation has the wanted number of nodes in the order of the allocation; the rest are spares."""
+    assert stage.slots == [NODES]
+    (event,) = stage.events("generation_started")
+    assert (event["world_size"], event["nodes"], event["spares"]) == (6, list(NODES), [SPARE])
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(stage: LeaderHarness) -> None:
+    """The other nodes keep their places, and so what they have in memory."""
+    stage.lose("n2")
+    assert stage.slots[-1] == ("n1", SPARE, "n3")
+    stage.begin()
+    assert stage.events("node_lost")[0]["lost"] == "n2"
+    assert stage.events("spare_joined")[0]["joined"] == SPARE
+
+
+def test_fewer_nodes_go_on_if_the_run_allows_it(tmp_path: Path) -> None:
+    """Without a spare the places close up, down to the least number of nodes."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, least=2)
+    stage.lose("n1")
+    assert stage.slots[-1] == ("n2", "n3")
+    stage.begin().lose("n2")
+    stage.loop.advance(1)
+    assert stage.over == [(exitcodes.REQUEUE, "too few nodes are left: 1 are there, 2 are needed")]
+    assert stage.bad == [(("n1", "n2"), ())]
+
+
+def test_a_node_that_comes_back_is_a_spare(stage: LeaderHarness) -> None:
+    """It has lost its place, and takes that of the next one that is lost."""
+    stage.lose("n2")
+    stage.begin().join("n2")
+    assert len(stage.slots) == 2
+    stage.lose("n3")
+    assert stage.slots[-1] == ("n1", SPARE, "n2")
+
+
+def test_a_spare_that_was_never_lost_comes_first(stage: LeaderHarness) -> None:
+    """A node that flaps is likely to do so again, at any place in the allocation."""
+    stage.lose("n2")
+    stage.begin().join("n2", "n5")
+    stage.lose("n3")
+    assert stage.slots[-1] == ("n1", SPARE, "n5")
+
+
+def test_a_node_lost_during_a_proposal_replaces_it(stage: LeaderHarness) -> None:
+    """The next proposal does without both."""
+    stage.join("n5")
+    stage.lose("n2")
+    stage.lose("n3")
+    assert stage.slots[-2:] == [("n1", SPARE, "n3"), ("n1", SPARE, "n5")]
+
+
+def test_the_first_generation_waits_for_its_nodes(tmp_path: Path) -> None:
+    """Launchers that hear too few do not claim; a leader that loses them first claims that it waits for more."""
+    stage = LeaderHarness(tmp_path, "n1", least=2, most=3, wait_s=60.0)
+    stage.leader.take_over()
+    assert stage.slots == [()]
+    stage.join("n2")
+    assert stage.slots == [(), ("n1", "n2")]
+
+
+def test_a_spare_that_comes_later_disturbs_nobody(stage: LeaderHarness) -> None:
+    """Nothing is claimed for it; it takes the place of the next one that is lost."""
+    stage.join("n5")
+    assert (stage.slots, stage.events("launcher_joined")[0]["joined"]) == ([NODES], "n5")
+    stage.lose(SPARE, "n2")
+    assert stage.slots[-1] == ("n1", "n5", "n3")
+
+
+def test_ranks_run_on_under_the_next_leader(stage: LeaderHarness) -> None:
+    """All of their nodes are there: it claims that it leads, and what happens under it is about the same ranks."""
+    stage.lose(SPARE)
+    stage.succeed()
+    plan = stage.group.proposals[-1]
+    assert (plan.number, plan.slots, plan.payload["keep"], plan.generation) == (2, NODES, 1, 1)
+    assert len(stage.events("generation_started")) == 1
+    stage.fail("n2", 2, "signal")
+    stage.loop.advance(1)
+    assert stage.group.proposals[-1].payload["keep"] == 0
+
+
+def test_a_leader_that_ran_no_ranks_is_lost_alone(tmp_path: Path) -> None:
+    """Its death is noted, and restarts nothing."""
+    stage = LeaderHarness.at_work(tmp_path)
+    del stage.group.alive[SPARE]
+    stage.succeed()
+    assert [event["lost"] for event in stage.events("node_lost")] == [SPARE]
+    assert stage.group.proposals[-1].payload["keep"] == 1
+
+
+def test_a_leader_that_ran_ranks_is_a_loss(stage: LeaderHarness) -> None:
+    """Its successor begins the next generation with the spare in its place, and the restart counts."""
+    del stage.group.alive["n3"]
+    stage.succeed()
+    plan = stage.group.proposals[-1]
+    assert (plan.slots, plan.payload["keep"], plan.payload["restarts"]) == (("n1", "n2", SPARE), 0, 1)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_had_not_begun_is_begun_again(stage: LeaderHarness, holds: bool) -> None:
+    """By the next leader, or the same again: a process that was ready may have been replaced by one that was not."""
+    stage.group.begun, stage.group.holds = False, holds
+    stage.leader = stage.new_leader()
+    stage.leader.take_over()
+    plan = stage.group.proposals[-1]
+    assert (plan.slots, plan.payload["keep"]) == (NODES, 0)
+
+
+def test_a_node_at_work_that_is_lost_while_a_leader_takes_over_is_a_failure(stage: LeaderHarness) -> None:
+    """The claim to lead is replaced by that of the next generation, and the restart counts."""
+    stage.leader, stage.group.holds = stage.new_leader(), False
+    stage.leader.take_over()
+    stage.lose("n2")
+    plan = stage.group.proposals[-1]
+    assert (plan.slots, plan.payload["keep"], plan.payload["restarts"]) == (("n1", SPARE, "n3"), 0, 1)
+
+
+def test_a_stop_while_a_node_is_missing_ends_the_run_at_once(tmp_path: Path) -> None:
+    """Ranks that wait for those of the lost node cannot stop in good order; the node need not be waited for."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, wait_s=30.0)
+    stage.lose("n3")
+    stage.stop("n1")
+    stage.loop.advance(60)
+    assert stage.over == [(exitcodes.REQUEUE, "stopped between generations after SIGTERM")]
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    """When its time is up, the leader says how many have come."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, wait_s=30.0)
+    stage.lose("n3")
+    stage.loop.advance(31)
+    assert stage.slots[-1] == ()
+    assert stage.over == [(exitcodes.REQUEUE, "too few nodes are left: 2 are there, 3 are needed")]
+
+
+def test_a_new_leader_waits_for_the_others_to_find_it(stage: LeaderHarness) -> None:
+    """It ends nothing for want of nodes in its first seconds."""
+    for name in ("n2", "n3"):
+        del stage.group.alive[name]
+    stage.leader, stage.group.holds = stage.new_leader(), False
+    stage.leader.take_over()
+    assert (stage.slots[-1], stage.over) == ((), [])
+    stage.join("n2")
+    assert stage.slots[-1] == ("n1", "n2", SPARE)
+
+
+def test_nodes_lost_together_take_one_proposal(tmp_path: Path) -> None:
+    """A switch takes many with it: the first proposal leaves all of them out, and a node of its own makes another."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, SPARE, least=1)
+    stage.lose("n2", "n3")
+    assert stage.slots[1:] == [("n1", SPARE)]
+    stage.lose(SPARE)
+    assert stage.slots[2:] == [("n1",)]
+
+
+# Which spare takes a place, what the events say of it, and segments that are to stay in one NVLink domain.
+
 
 TREE = parse("""\
 SwitchName=leaf1 Nodes=n[1-3]
@@ -19,7 +191,9 @@ SwitchName=spine1 Switches=leaf[1-2]
 SwitchName=spine2 Switches=leaf3
 SwitchName=core Switches=spine[1-2]
 """)
+
 RACKS = parse("BlockName=rack1 Nodes=a[1-5]\nBlockName=rack2 Nodes=b[1-5]\nBlockSizes=4")
+
 ALL = (*sorted(RACKS.leaf),)
 
 
@@ -149,3 +323,66 @@ def test_without_a_topology_no_hops_are_told(tmp_path: Path) -> None:
     (joined,) = stage.events("spare_joined")
     assert (joined["replaces"], "hops" in joined) == ("n2", False)
     assert stage.events("segment_split") == []
+
+
+# The segment of a run of the included trainer follows from its tensor and expert parallel degrees.
+
+
+def trainer(*args: str) -> Program:
+    return Program("module", "opsd.trainer", args, "python", Path("/"))
+
+
+@pytest.mark.parametrize(("args", "local_size", "segment"), [
+    (("--set", "parallel.tp=4", "--set=data.shards=/x", "--fresh", "--", "smollm3-3b"), 2, 2),
+    (("tiny-moe", "--set", "data.shards=/x", "--set", "parallel.ep=8", "--set", "parallel.tp=2"), 4, 4),
+    (("tiny-moe", "--set", "data.shards=/x", "--set", "parallel.ep=4"), 8, 1),
+    (("smollm3-3b", "--set", "data.shards=/x", "--set", "parallel.tp=4"), 3, 1),
+])  # fmt: skip
+def test_a_group_of_several_nodes_is_a_segment(args: tuple[str, ...], local_size: int, segment: int) -> None:
+    """A group inside a node is none, nor is one that ends in the middle of a node."""
+    assert segment_of_trainer(trainer(*args), local_size) == segment
+
+
+@pytest.mark.parametrize("program", [
+    Program("module", "torchtitan.train", ("tiny", "--set", "parallel.tp=4"), "python", Path("/")),
+    trainer(),
+    trainer("tiny", "--set"),
+    trainer("no-such-preset", "--set", "parallel.tp=4"),
+])  # fmt: skip
+def test_unknown_is_no_segment(program: Program) -> None:
+    """Other programs, and command lines that the trainer itself refuses, in words of its own."""
+    assert segment_of_trainer(program, 2) == 1
+
+
+# What a launcher says of the IMEX daemon of its node before a run on several nodes.
+
+
+DOMAIN = "5e797fc6-0f46-421a-8724-0e102c0f723c.1"
+
+
+@pytest.mark.parametrize(
+    ("script", "domain", "said"),
+    [
+        ("echo READY", DOMAIN, ""),
+        ("echo WAITING_FOR_PEERS", DOMAIN, "is WAITING_FOR_PEERS, not READY"),
+        ("echo UNAVAILABLE", "", "is UNAVAILABLE, not READY"),
+        ("echo connection refused >&2; exit 1", DOMAIN, "cannot be asked: connection refused"),
+        ("exit 3", DOMAIN, "cannot be asked: exit code 3"),
+        ("exec sleep 60", DOMAIN, "cannot be asked: no answer within 1.5 s"),
+        ("echo connection refused >&2; exit 1", "", ""),
+    ],
+)
+def test_a_daemon_that_is_not_ready_is_told(tmp_path: Path, script: str, domain: str, said: str) -> None:
+    """One that gives no answer is unknown: it is told only on a node that shares an NVLink domain."""
+    control = tmp_path / "nvidia-imex-ctl"
+    control.write_text(f'#!/bin/sh\n[ "$*" = -q ] || exit 9\n{script}\n')
+    control.chmod(0o755)
+    problem = imex_problem(domain, control)
+    assert said in problem
+    assert bool(problem) is bool(said)
+
+
+def test_a_node_without_the_tool_has_no_daemon_to_speak_of(tmp_path: Path) -> None:
+    """Unless it shares a domain: then its GPUs reach no others."""
+    assert imex_problem("", tmp_path / "none") == ""
+    assert "is not there" in imex_problem(DOMAIN, tmp_path / "none")

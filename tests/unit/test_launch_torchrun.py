@@ -1,8 +1,10 @@
-"""torchrun's command lines: every flag, abbreviation and variable is taken, or refused with the way out."""
+"""Torchrun's command lines, the ranks' environment, and the Python that is active."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,11 +13,29 @@ from torch.distributed.run import get_args_parser
 
 from opsd.commands.launch import launch
 from opsd.commands.launch_options import OPTIONS, parse_endpoint, rdzv_seconds, rendezvous_options
+from opsd.launch.ranks.failure import RankError, missing_module
+from opsd.launch.ranks.process import launcher_mark
+from opsd.launch.ranks.settings import (
+    GENERATION_VARIABLES,
+    RESTART_VARIABLES,
+    Assignment,
+    Program,
+    Settings,
+    flight_recorder,
+    gpu_count,
+    gpu_of,
+    python_with,
+    too_few_gpus,
+)
 from opsd.launch.run.launchers import NodeCount
 from opsd.launch.run.rendezvous import RendezvousOptions
 
+# torchrun's command lines: every flag, abbreviation and variable is taken, or refused with the way out.
+
+
 VALUES = {"nnodes": "2", "nproc_per_node": "2", "log_dir": "/tmp/logs", "redirects": "0:1,1:2", "tee": "3"}
 """Values that are taken, where a number is none."""
+
 ONLY = {
     "rdzv_backend": "c10d",
     "rdzv_conf": "timeout=900",
@@ -27,6 +47,7 @@ ONLY = {
     "numa_binding": "",
     "signals_to_handle": "SIGTERM,SIGUSR1",
 }
+
 FLAGS = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
 
 
@@ -204,3 +225,138 @@ def test_rendezvous_timeouts() -> None:
     for text in ("soon", "0.5", "nan", "inf"):
         with pytest.raises(click.BadParameter, match="not a number of seconds from 1 on"):
             rdzv_seconds(600.0, False, {"timeout": text}, *keys)
+
+
+# The ranks' environment and GPUs.
+
+
+def settings_of(local_size: int) -> Settings:
+    """Those of the run r in job 77, with so many ranks on this node, n1."""
+    program = Program("script", "/train.py", (), "python", Path("/"))
+    return Settings(program, "r", "77", "n1", local_size, "id")
+
+
+def test_environment_is_torchruns(tmp_path: Path) -> None:
+    """A rank finds every variable that torchrun sets, and opsd's own."""
+    place, settings = Assignment(0, 1, 0, 4, 4, "127.0.0.1", 29_501), settings_of(4)
+    env = settings.environment(2, tmp_path, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) | settings.generation_environment(
+        place, 2, generation=3, restarts=1, error_file=tmp_path / "error.json", page=tmp_path / "page"
+    )
+    assert env == {
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "2", "ROLE_WORLD_SIZE": "4", "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501", "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "8", "TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "OPSD_RANK_PAGE": str(tmp_path / "page"),
+        "OPSD_GENERATION": "3", "OPSD_RUN": "r", "OPSD_RUN_DIR": str(tmp_path), "OPSD_JOB": "77", "OPSD_NODE": "n1",
+        "OPSD_GPU": "6", "OPSD_AUDIT": "refuse", "OPSD_LAUNCHER": launcher_mark(), **flight_recorder(tmp_path, {}),
+    }  # fmt: skip
+
+
+def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
+    """A standby on a spare node is told which variables it has yet to be told."""
+    place = Assignment(0, 1, 0, 1, 1, "127.0.0.1", 29_501)
+    env = settings_of(1).generation_environment(
+        place, 0, generation=1, restarts=0, error_file=tmp_path / "error.json", page=tmp_path / "page"
+    )
+    assert env.keys() == GENERATION_VARIABLES > RESTART_VARIABLES
+
+
+def test_ranks_know_of_a_terminal_that_shows_what_they_print(tmp_path: Path) -> None:
+    """Their own stdout is none; the user's word wins."""
+    shown = replace(settings_of(1), color=True)
+    assert shown.environment(0, tmp_path, {})["OPSD_COLOR"] == "1"
+    assert shown.environment(0, tmp_path, {"OPSD_COLOR": ""})["OPSD_COLOR"] == ""
+
+
+def test_user_settings_win(tmp_path: Path) -> None:
+    """What the user has set for the ranks is left alone."""
+    env = settings_of(2).environment(0, tmp_path, {"OMP_NUM_THREADS": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
+    assert "TORCH_FR_BUFFER_SIZE" not in env, "torch would read it first"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight_recorder" / "rank_")
+    assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "older releases do not by themselves"
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "gpu"),
+    [("0,3", 1, 3), ("GPU-aa,GPU-bb", 0, None), ("", 0, None), ("2", 1, None), (None, 1, 1), (None, 2, None)],
+)
+def test_gpu_of_a_rank(tmp_path: Path, visible: str | None, local_rank: int, gpu: int | None) -> None:
+    """The GPU comes from CUDA_VISIBLE_DEVICES, otherwise from the driver's list of two."""
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "driver/nvidia/gpus" / bus).mkdir(parents=True)
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_of(env, local_rank, str(tmp_path)) == gpu
+
+
+def test_no_driver_no_gpus(tmp_path: Path) -> None:
+    """A node without the driver has no GPUs."""
+    assert gpu_count({}, str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(("ranks", "visible", "said"), [(2, "0", True), (8, "0,1,2,3", True), (4, "0,1,2,3", False),
+                                                        (2, "", False), (1, "0,1", False)])  # fmt: skip
+def test_more_ranks_than_gpus_are_said(ranks: int, visible: str, said: bool) -> None:
+    """A program without GPUs may have as many ranks as it likes."""
+    assert bool(too_few_gpus(ranks, {"CUDA_VISIBLE_DEVICES": visible})) == said
+
+
+# What the launcher says of another Python that is active.
+
+
+@pytest.fixture
+def active(tmp_path: Path) -> Path:
+    """The prefix of an active Python 3.11, with an editable package beside the installed ones."""
+    prefix, code = tmp_path / "env", tmp_path / "code"
+    for folder in (prefix / "bin", prefix / "lib/python3.11/site-packages/apex", code / "mine"):
+        folder.mkdir(parents=True)
+    (prefix / "bin/python").symlink_to("/bin/true")
+    packages = prefix / "lib/python3.11/site-packages"
+    for name in ("one_file.py", "apex/fused.py", "compiled.cpython-311-x86_64-linux-gnu.so"):
+        (packages / name).touch()
+    (packages / "numpy.libs").mkdir()
+    (packages / "__editable__.mine.pth").write_text(f"import sys\n\n{code}\n")
+    return prefix
+
+
+def environ(active: Path, **more: str) -> dict[str, str]:
+    return {"PATH": f"/no/such/folder:{active}/bin:/usr/bin", **more}
+
+
+@pytest.mark.parametrize("module", ["apex", "apex.fused", "one_file", "compiled", "mine"])
+def test_a_module_that_the_active_python_has(active: Path, module: str) -> None:
+    """The sentence names both Pythons."""
+    assert f"PYTHON_EXEC=python takes that of {active}, which has {module}" in python_with(module, environ(active))
+
+
+@pytest.mark.parametrize("module", ["", "numpy", "apex.other", "utils", "one", "..", "/etc", "**", "a\0b"])
+def test_a_module_that_it_has_not(active: Path, module: str) -> None:
+    """Another Python would not help, least of all with what names no module: a slip after ``-m``."""
+    assert python_with(module, environ(active)) == ""
+
+
+def test_nothing_is_said_where_it_would_mislead(active: Path) -> None:
+    """The ranks have run with it; they were told which; it is first for a variable only; it is too old."""
+    assert python_with("apex", environ(active), own=str(active)) == ""
+    assert python_with("apex", environ(active, PYTHON_EXEC="/apps/python")) == ""
+    assert python_with("apex", {"PATH": "/usr/bin", "VIRTUAL_ENV": str(active), "CONDA_PREFIX": str(active)}) == ""
+    (active / "lib/python3.11").rename(active / "lib/python3.9")
+    assert python_with("apex", environ(active)) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "module"),
+    [
+        (RankError("ModuleNotFoundError", "No module named 'apex.fused'", "train.py:3 in <module>"), "apex.fused"),
+        (RankError("ModuleNotFoundError", "No module named 'a.b'; 'a' is not a package", ""), ""),
+        (RankError("ModuleNotFoundError", "install apex first", ""), ""),
+        (RankError("ImportError", "No module named 'apex'", ""), ""),
+        (None, ""),
+    ],
+)
+def test_the_module_that_a_rank_lacks(error: RankError | None, module: str) -> None:
+    """It is known from Python's own words."""
+    assert missing_module(error) == module

@@ -1,4 +1,4 @@
-"""What a plan says beside layouts: failures, spares, deadlines, suggestions, and what it refuses."""
+"""What a plan says: memory, FLOP, time, failures and spares, beside what others have published."""
 
 from __future__ import annotations
 
@@ -12,25 +12,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch.utils.flop_counter import FlopCounterMode
 
 from opsd import exitcodes
 from opsd.checkpoints.interval import daly
 from opsd.commands.main import cli
-from opsd.plan.hardware import hardware_of
-from opsd.plan.layout import Layout, in_flight, schedules, stages_of
-from opsd.plan.memory import memory_of
+from opsd.plan.hardware import FITTED, hardware_of
+from opsd.plan.layout import Layout, in_flight, problem, schedules, stages_of
+from opsd.plan.memory import half_bytes, kept_bytes, memory_of, state_products
 from opsd.plan.plan import plan_for_days
 from opsd.plan.reliability import HABITS, reliability, spares_for
 from opsd.plan.search import curve, peak, search
 from opsd.plan.source import tokens_of, with_settings
 from opsd.plan.step_time import step_time
+from opsd.trainer import counts
+from opsd.trainer.config import PRESETS, Config, load
 from opsd.trainer.counts import flops_per_token
+from opsd.trainer.hf.config import settings_of
+from opsd.trainer.model import Decoder
+from opsd.trainer.model_settings import STATE_PRODUCTS, ModelSettings
 from opsd.trainer.settings import Schedule
+from tests.fakes.live_memory import activation_bytes, rank_of, state_bytes
 from tests.fakes.plans import run_of
-from tests.fakes.published import CONFIGS
+from tests.fakes.published import CONFIGS, FITS, RUNS, SIZES, SPEEDS, TIMES, Run, Speed, Time
+
+# What a plan says beside layouts: failures, spares, deadlines, suggestions, and what it refuses.
+
 
 H100 = hardware_of("h100")
+
 KEYS = {
     "parameters", "active_parameters", "flops", "gpus", "days", "gpu_hours", "mfu", "memory_gib", "layout", "layouts",
     "checkpoint_interval_s", "spares", "ettr", "overheads",
@@ -333,3 +345,189 @@ def test_a_kind_of_gpu_is_known_in_any_case() -> None:
     assert planned("smollm3-3b", "--gpus", "384", "--gpu", "A100") == planned(
         "smollm3-3b", "--gpus", "384", "--gpu", "a100"
     )
+
+
+# The FLOP of a plan: the trainer's own count, and what torch counts of a step.
+
+
+LENGTH = 256
+
+
+def counted(model: ModelSettings) -> dict[str, float]:
+    """FLOP per token of a sequence, forward and backward, by torch's operation; fused attention is none of them."""
+    torch.set_num_threads(1)
+    decoder = Decoder(model)
+    decoder.routing.begin(1, torch.device("cpu"))
+    tokens = torch.randint(0, model.vocab, (1, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        decoder(tokens, torch.zeros(1, LENGTH, dtype=torch.int32), tokens).sum().backward()
+    return {str(name): flops / LENGTH for name, flops in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_a_plan_has_the_trainers_count(preset: str) -> None:
+    """Which is the numerator of MFU, for every preset."""
+    result = CliRunner().invoke(cli, ["plan", preset, "--gpus", "8", "--measured", "none", "--json", "-"])
+    assert result.exit_code == 0, result.output
+    config = load(preset, ["data.shards=/data"], environ={})
+    assert json.loads(result.stdout)["flops_per_token"] == counts.flops_per_token(config.model, config.data.sequence)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-mla", "tiny-hybrid"])
+def test_the_products_are_those_of_a_step(preset: str) -> None:
+    """6 FLOP for each parameter that a token meets, which are nearly all in matrices: within 1 %."""
+    model = load(preset, ["data.shards=/data", "model.document_mask=false"], environ={}).model
+    assert counted(model)["aten.mm"] == pytest.approx(6 * counts.active_parameters(model), rel=0.01)
+
+
+def test_the_products_with_states_are_those_of_a_step() -> None:
+    """In chunks, forward and backward: within 10 %, because torch counts no triangular system."""
+    model = load("tiny-hybrid", ["data.shards=/data", "model.document_mask=false"], environ={}).model
+    products = sum(state_products(model, kind) for kind in model.kinds if kind in STATE_PRODUCTS)
+    assert counted(model)["aten.bmm"] == pytest.approx(3 * products, rel=0.1)
+
+
+# The memory of a plan against what torch holds: exact for the state, within 5 % for activations.
+
+
+torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
+
+LAYOUTS = [
+    ("tiny", 1, ()),
+    ("tiny", 4, ()),
+    ("tiny", 4, ("parallel.tp=2",)),
+    ("tiny", 8, ("parallel.tp=2", "parallel.replicas=2")),
+    ("tiny", 4, ("parallel.cp=2",)),
+    ("tiny-moe", 4, ("parallel.tp=2",)),
+    ("tiny-mla", 4, ("parallel.tp=2",)),
+    ("tiny-hybrid", 1, ()),
+    ("tiny-hybrid", 4, ("parallel.tp=2",)),
+]
+
+FUSED = {"tiny": (), "tiny-moe": (), "tiny-hybrid": (), "tiny-mla": ("model.value_dim=48",)}
+"""The CPU has a fused kernel of attention only for values as large as keys."""
+
+
+def config(preset: str, *overrides: str) -> Config:
+    return load(preset, ["data.shards=/data", "run.device=cpu", "model.document_mask=false", *overrides], environ={})
+
+
+@pytest.mark.parametrize(("preset", "ranks", "overrides"), LAYOUTS)
+def test_the_state_is_what_a_rank_holds(preset: str, ranks: int, overrides: tuple[str, ...]) -> None:
+    """Weights and moments, to the byte; gradients are as large as weights."""
+    run = config(preset, *overrides)
+    predicted = memory_of(run, Layout.of(run), ranks)
+    with rank_of(run, ranks) as (model, _):
+        held = state_bytes(model, run)
+    assert {"weights": predicted.weights, "optimizer": predicted.optimizer} == held
+    assert predicted.gradients == predicted.weights
+
+
+@pytest.mark.parametrize("overrides", [("parallel.pp=2",), ("optimizer.kind=muon",)])
+def test_the_state_is_nearly_so_where_it_is_uneven(overrides: tuple[str, ...]) -> None:
+    """Stages have different ends, and Muon leaves norms to AdamW: within 1 %."""
+    run = config("tiny", *overrides)
+    predicted = memory_of(run, Layout.of(run), 4)
+    with rank_of(run, 4) as (model, _):
+        held = state_bytes(model, run)
+    assert predicted.weights == pytest.approx(held["weights"], rel=0.01)
+    assert predicted.optimizer == pytest.approx(held["optimizer"], rel=0.01)
+
+
+def of_cpu(run: Config, layout: Layout) -> int:
+    """Bytes that the CPU's kernels keep and those of a GPU do not: of each norm also its result before the weight."""
+    model, tokens = run.model, run.data.micro_batch * run.data.sequence
+    if layout.tp > 1:
+        return 0
+    latents = (model.query_rank + model.kv_rank) * model.layers
+    heads = model.kinds.count("delta") * model.state_value_width
+    norms = 2 * model.layers * model.width + latents + heads if layout.recompute == "none" else 0
+    return (model.width + norms) * tokens * half_bytes(model)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("preset", "ranks", "tp"), [
+    ("tiny", 1, 1), ("tiny", 4, 2), ("tiny-moe", 1, 1), ("tiny-moe", 4, 2), ("tiny-mla", 1, 1),
+    ("tiny-hybrid", 1, 1), ("tiny-hybrid", 4, 2),
+])  # fmt: skip
+def test_activations_are_what_a_pass_leaves(preset: str, ranks: int, tp: int, recompute: str) -> None:
+    """Between the passes, with what the loss keeps for the gradients of its input and of the projection."""
+    run = config(preset, f"parallel.tp={tp}", f"parallel.recompute={recompute}", *FUSED[preset])
+    layout, model = Layout.of(run), run.model
+    tokens = run.data.micro_batch * run.data.sequence
+    loss = (tokens + model.vocab / tp) * model.width * half_bytes(model)
+    rotation = 2 * 4 * model.head_channels * run.data.sequence
+    with rank_of(run, ranks) as (decoder, _):
+        held = activation_bytes(decoder, run)
+    assert kept_bytes(run, layout, 1) + of_cpu(run, layout) + loss + rotation == pytest.approx(held, rel=0.05)
+
+
+def test_only_the_first_stage_has_all_micro_batches_in_flight() -> None:
+    """The second of two keeps more of each, with its experts, and one of them at a time."""
+    run = config("tiny-moe", "parallel.pp=2", "model.layers=8", "model.dense_layers=4", "model.vocab=512")
+    layout = Layout.of(run)
+    one, two, many = (kept_bytes(run, layout, count) for count in (1, 2, 8))
+    assert one < two == many < 1.9 * one
+
+
+# A plan against what others have published of their runs, with the tolerances of ``tests/fakes/published.py``.
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_as_published(name: str) -> None:
+    """All parameters, and those that a token meets."""
+    size, model = SIZES[name], settings_of(CONFIGS[name])
+    assert counts.parameters(model) == pytest.approx(size.total, rel=size.within)
+    assert counts.active_parameters(model) == pytest.approx(size.active, rel=size.within)
+
+
+@pytest.mark.parametrize("time", TIMES, ids=lambda time: time.config)
+def test_gpu_hours_follow_from_the_published_mfu(time: Time) -> None:
+    """FLOP over the rate: the hours that the run is known to have taken."""
+    config = run_of(time.config, f"data.sequence={time.sequence}")
+    flops = time.tokens * counts.flops_per_token(config.model, time.sequence)
+    hours = flops / (time.mfu * hardware_of("h100").peak.value) / 3600
+    assert hours == pytest.approx(time.gpu_hours, rel=time.within)
+
+
+def predicted(speed: Speed) -> float:
+    """Tokens/s of a GPU."""
+    config: Config = run_of(speed.config, *speed.settings)
+    layout = Layout.of(config)
+    assert problem(config, layout, speed.gpus) is None
+    hardware = hardware_of(speed.gpu)
+    given = {name: hardware.figures()[name]._replace(value=value) for name, value in speed.given.items()}
+    step = step_time(config, layout, speed.gpus, hardware.given(given))
+    return config.data.batch * config.data.sequence / step.total / speed.gpus
+
+
+@pytest.mark.parametrize("speed", SPEEDS, ids=lambda speed: f"{speed.config}-{speed.gpus}-{speed.gpu}")
+def test_speeds_are_predicted(speed: Speed) -> None:
+    """In layouts that the model was not fitted to."""
+    assert predicted(speed) == pytest.approx(speed.tokens_per_s, rel=speed.within)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.config}-{run.gpus}")
+def test_runs_of_other_trainers_are_predicted(run: Run) -> None:
+    """Pipelines and tensor parallelism from 22 B to 1 T, with errors that do not grow with the model."""
+    config, hardware = run_of(run.config, *run.settings), hardware_of(run.gpu)
+    step = step_time(config, Layout.of(config), run.gpus, hardware)
+    tokens = config.data.batch * config.data.sequence / step.total / run.gpus
+    mfu = tokens * counts.flops_per_token(config.model, config.data.sequence) / hardware.peak.value
+    assert mfu == pytest.approx(run.mfu, rel=run.within)
+
+
+def test_llama_3_405b_runs_fastest_in_a_layout_like_its_own() -> None:
+    """TP 8 x PP 16 with several stages per rank, at the 38 to 43 % that were reached (arXiv 2407.21783)."""
+    config = run_of("llama-3-405b", "data.batch=2048")
+    best = search(config, 16_384, hardware_of("h100")).fitting[0]
+    assert (best.layout.tp, best.layout.pp, best.layout.schedule) == (8, 16, "interleaved")
+    tokens = config.data.batch * config.data.sequence / best.step.total / 16_384
+    assert 0.38 <= tokens * counts.flops_per_token(config.model, 8192) / 989.4e12 <= 0.43
+
+
+@pytest.mark.parametrize("speed", FITS, ids=lambda speed: f"{speed.gpu}-{speed.tokens_per_s}")
+def test_the_fit_is_that_of_its_source(speed: Speed) -> None:
+    """Each fitted figure gives the speed that it was fitted to."""
+    assert speed.gpu in FITTED
+    assert predicted(speed) == pytest.approx(speed.tokens_per_s, rel=speed.within)

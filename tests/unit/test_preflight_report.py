@@ -1,10 +1,14 @@
-"""The report and its formats: JSON, JUnit, Markdown, OpenMetrics, the table."""
+"""The report, its formats, the history of a node, and the burn-in."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import os
 import resource
+import sqlite3
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,10 +21,20 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pro
 from rich.console import Console
 
 from opsd.files import write_text
-from opsd.preflight import view
-from opsd.preflight.base import Finding, Verdict, quantity
-from opsd.preflight.report import Report, ReportError, Result
+from opsd.preflight import burnin, series, view
+from opsd.preflight.base import Check, Finding, Measure, Verdict, quantity
+from opsd.preflight.burnin import BurnIn
+from opsd.preflight.history import History, HistoryError, newest, sparkline
+from opsd.preflight.judge import Past
+from opsd.preflight.report import Report, ReportError, Result, Value
+from opsd.preflight.series import Sample
+from opsd.settings.sections import PreflightSettings
+from opsd.slurm.ownership import PreflightResult
+from tests.fakes.preflight_checks import good, make
 from tests.fakes.preflight_reports import ABSENT, CLOCK, DISK, GEMM, VERSIONS, report
+
+# The report and its formats: JSON, JUnit, Markdown, OpenMetrics, the table.
+
 
 ALL = report(GEMM, CLOCK, DISK, ABSENT, VERSIONS)
 
@@ -207,3 +221,311 @@ def test_each_sentence_has_its_own_verdict():
     out = io.StringIO()
     view.show(report(both), Console(file=out, width=200))
     assert "\nwarn GPU burn: GPU 0 is warm" in out.getvalue()
+
+
+# The history of a node: runs, trends, yardsticks from the past, and files that cannot be used.
+
+
+def burn(at: float, value: float, verdict: Verdict = Verdict.PASS):
+    values = (replace(GEMM.values[0], value=value, verdict=verdict),)
+    return report(replace(GEMM, values=values, started=at, verdict=verdict, findings=()), started=at)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(tmp_path / "state" / "preflight.sqlite")
+
+
+def test_a_history_that_does_not_exist_yet_is_empty(history: History):
+    """Reading makes no file."""
+    assert history.runs("node-1") == []
+    assert history.past("node-1", "gpu_burn") == {}
+    assert history.facts("node-1", "versions") == {}
+    assert not history.path.exists()
+
+
+def test_runs_come_back_newest_first_and_whole(history: History):
+    """Each node has its own, and the whole report is kept."""
+    for at in (1.0, 3.0, 2.0):
+        history.record(burn(at, at))
+    history.record(replace(burn(9.0, 9.0), node="node-2"))
+    assert [run.started for run in history.runs("node-1")] == [3.0, 2.0, 1.0]
+    assert history.nodes() == ["node-1", "node-2"]
+    assert history.report(history.runs("node-1")[0].id) == burn(3.0, 3.0)
+
+
+def test_a_run_that_cannot_be_read_is_said(history: History):
+    """One of an older format, or a damaged row."""
+    history.record(burn(1.0, 1.0))
+    with sqlite3.connect(history.path) as db:
+        db.execute("UPDATE runs SET report = '{'")
+    with pytest.raises(HistoryError, match="run 1 in the history"):
+        history.facts("node-1", "versions")
+
+
+def test_the_past_of_a_series_is_its_last_runs_oldest_first(history: History):
+    """Five by default, however many there are."""
+    for at in range(1, 9):
+        history.record(burn(float(at), at * 10.0))
+    assert history.past("node-1", "gpu_burn") == {
+        ("throughput", "GPU 0"): tuple(Past(float(at), at * 10.0) for at in range(4, 9))
+    }
+
+
+def test_values_that_failed_are_no_yardstick(history: History):
+    """A sick node must not become its own normal."""
+    history.record(burn(1.0, 730.0))
+    history.record(burn(2.0, 100.0, Verdict.FAIL))
+    assert history.past("node-1", "gpu_burn") == {("throughput", "GPU 0"): (Past(1.0, 730.0),)}
+
+
+def test_the_last_facts_come_from_the_newest_run_that_has_any(history: History):
+    """A run without the versions check does not make the node forget its versions."""
+    history.record(report(VERSIONS))
+    history.record(burn(2000.0, 730.0))
+    assert history.facts("node-1", "versions") == {"kernel": "6.8", "NCCL": "2.27"}
+
+
+def test_only_the_newest_runs_of_a_node_are_kept(history: History):
+    """A node that is checked before every job does not fill its disk; other nodes' runs stay."""
+    history.record(replace(burn(0.0, 1.0), node="node-2"))
+    for at in range(6):
+        History(history.path, kept_runs=4).record(burn(float(at), 1.0))
+    assert [run.started for run in history.runs("node-1")] == [5.0, 4.0, 3.0, 2.0]
+    assert [len(trend.past) for trend in history.trends("node-1")] == [4]
+    assert len(history.runs("node-2")) == 1
+
+
+def test_trends_have_every_series_oldest_first(history: History):
+    """What `opsd preflight history` draws."""
+    for at in (1.0, 2.0):
+        history.record(burn(at, at))
+    (trend,) = history.trends("node-1")
+    assert (trend.check, trend.measure, trend.subject, trend.unit) == ("gpu_burn", "throughput", "GPU 0", "flops")
+    assert trend.past == (Past(1.0, 1.0), Past(2.0, 2.0))
+
+
+def test_a_file_that_is_no_database_is_an_error_with_its_name(history: History):
+    """Somebody else's file, or one that a full disk has cut."""
+    history.path.parent.mkdir()
+    history.path.write_bytes(b"not a database" * 1000)
+    with pytest.raises(HistoryError, match=r"preflight\.sqlite cannot be used"):
+        history.runs("node-1")
+    with pytest.raises(HistoryError, match=r"preflight\.sqlite cannot be used"):
+        history.record(burn(1.0, 1.0))
+
+
+def test_a_curve_has_a_bar_per_value():
+    """Lowest and highest bar for lowest and highest value; equal values are a line."""
+    assert sparkline([1.0, 2.0, 3.0]) == "▁▅█"
+    assert sparkline([5.0, 5.0]) == "▄▄"
+
+
+# Which preflight proves a node good.
+
+
+CHECKS = (make("versions", good), make("infiniband", good))
+
+WHOLE = (VERSIONS, ABSENT)
+
+
+@pytest.mark.parametrize(
+    ("reports", "proof"),
+    [
+        ([report(*WHOLE)], PreflightResult(1000.0, True)),
+        ([report(*WHOLE), report(GEMM, started=2000.0)], PreflightResult(2000.0, False)),
+        ([report(VERSIONS)], None),
+        ([report(*WHOLE), report(VERSIONS, started=2000.0)], PreflightResult(1000.0, True)),
+        ([report(*WHOLE, interrupted=True)], None),
+        ([report(*WHOLE, node="another")], None),
+    ],
+    ids=["whole", "failed later", "with --only", "whole, then with --only", "interrupted", "another node's"],
+)
+def test_only_a_whole_preflight_proves_anything(
+    tmp_path: Path, reports: list[Report], proof: PreflightResult | None
+) -> None:
+    """The newest counts; of those cut short only a failure does. A report given by hand counts like the history."""
+    history = History(tmp_path / "preflight.sqlite")
+    settings = PreflightSettings()
+    assert newest("node-1", "quick", CHECKS, settings, history, reports) == proof
+    for one in reports:
+        if not one.interrupted:
+            history.record(one)
+    assert newest("node-1", "quick", CHECKS, settings, history) == proof
+
+
+def test_a_preflight_that_is_still_to_come_proves_nothing(tmp_path: Path) -> None:
+    """It was made while the clock was wrong, and would be the newest until then."""
+    reports = [report(*WHOLE), report(*WHOLE, started=9_000.0)]
+    history = History(tmp_path / "preflight.sqlite")
+    for now, at in ((5_000.0, 1_000.0), (9_000.0, 9_000.0)):
+        assert newest("node-1", "quick", CHECKS, PreflightSettings(), history, reports, now) == PreflightResult(
+            at, True
+        )
+
+
+def test_what_the_settings_skip_is_not_required(tmp_path: Path) -> None:
+    """The node's own configuration says what belongs to its profile."""
+    settings = PreflightSettings(skip=("infiniband",))
+    history = History(tmp_path / "preflight.sqlite")
+    assert newest("node-1", "quick", CHECKS, settings, history, [report(VERSIONS)]) == PreflightResult(1000.0, True)
+
+
+# The burn-in: rounds that add up to one report, resumed where they were cut off, and its time series.
+
+
+ROUND = (Check("versions", "Versions"),)
+
+HOUR = 3600.0
+
+
+def hour(*results, **fields) -> Report:
+    """A round that took an hour."""
+    found = report(*(results or (VERSIONS,)), **fields)
+    return replace(found, ended=found.started + HOUR)
+
+
+def preflight_burnin_burn(
+    folder: Path, rounds: Sequence[Report], hours: float = 3.0, now: float = 1e9
+) -> tuple[Report, list[str]]:
+    """The report of a burn-in that has these ``rounds`` ahead of it, and what was said."""
+    waiting, told = [*rounds], []
+
+    async def one_round() -> Report:
+        return waiting.pop(0)
+
+    begun = burnin.begin(folder, "node-1", ROUND, hours * HOUR, now)
+    return asyncio.run(burnin.go_on(begun, one_round, told.append)), told
+
+
+def value_of(found: Report, measure: str) -> float:
+    return next(value.value for value in found.results[-1].values if value.measure == measure)
+
+
+def test_it_goes_on_until_its_hours_are_over(tmp_path: Path) -> None:
+    """Three rounds of an hour, and what each took adds up."""
+    found, told = preflight_burnin_burn(tmp_path, [hour(started=1e9 + number * HOUR) for number in range(5)])
+    assert found.passed
+    assert (value_of(found, "rounds"), value_of(found, "burned")) == (3, 3 * HOUR)
+    assert told[-1] == "round 3 passed, 3 h of 3 h done"
+
+
+def test_a_round_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
+    """It is made again, under a number of its own."""
+    preflight_burnin_burn(
+        tmp_path, [*(hour(started=1e9 + number * HOUR) for number in range(3)), hour(interrupted=True)], hours=5
+    )
+    (folder,) = tmp_path.iterdir()
+    (folder / "round-0002.json").write_text("{")
+    found, _ = preflight_burnin_burn(
+        tmp_path, [hour(started=2e9 + number * HOUR) for number in range(3)], hours=5, now=1e9 + 4 * HOUR
+    )
+    assert value_of(found, "rounds") == 5
+    kept = [Report.from_json((folder / f"round-000{number}.json").read_bytes()).started for number in (1, 3, 4, 5, 6)]
+    assert kept == [1e9, 1e9 + 2 * HOUR, 2e9, 2e9 + HOUR, 2e9 + 2 * HOUR]
+
+
+def test_what_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    """After a crash or Ctrl-C only the missing rounds are run; after a finished one the next starts over."""
+    cut, _ = preflight_burnin_burn(tmp_path, [hour(started=1e9), hour(started=1e9 + HOUR, interrupted=True)])
+    assert cut.interrupted and not cut.passed
+    assert cut.results[0].verdict is Verdict.PASS, "what the whole round found stays"
+    found, told = preflight_burnin_burn(tmp_path, [hour(started=2e9), hour(started=2e9 + HOUR)], now=1e9 + 3 * HOUR)
+    assert value_of(found, "rounds") == 3
+    assert "of which 1 h of 3 h are done" in told[0]
+    begun = burnin.begin(tmp_path, "node-1", ROUND, HOUR, 1e9 + 4 * HOUR)
+    begun.report_file.write_text(found.to_json(), encoding="utf-8")
+    assert burnin.begin(tmp_path, "node-1", ROUND, HOUR, 1e9 + 5 * HOUR).done == ()
+
+
+@pytest.mark.parametrize(
+    ("node", "checks", "later_s"),
+    [
+        ("node-2", ROUND, 0.0),
+        ("node-1", (*ROUND, Check("cpu", "Processor")), 0.0),
+        ("node-1", ROUND, 30 * 86_400.0),
+    ],
+)
+def test_another_burn_in_is_not_resumed(tmp_path: Path, node: str, checks: tuple[Check, ...], later_s: float) -> None:
+    """Another node, other checks, or one of last month."""
+    preflight_burnin_burn(tmp_path, [hour(started=1e9), hour(interrupted=True)])
+    assert burnin.begin(tmp_path, node, checks, HOUR, 1e9 + HOUR + later_s).done == ()
+
+
+def test_a_round_that_fails_ends_it(tmp_path: Path) -> None:
+    """Nobody has to wait three days for what is known after an hour, and the round is named."""
+    found, _ = preflight_burnin_burn(
+        tmp_path, [hour(VERSIONS), hour(replace(VERSIONS, verdict=Verdict.FAIL, reason="gone")), hour()]
+    )
+    assert value_of(found, "rounds") == 2
+    assert found.results[0].verdict is Verdict.FAIL
+
+
+def test_a_round_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    """A full or broken disk does not end three days of work."""
+    begun = replace(burnin.begin(tmp_path, "node-1", ROUND, HOUR, 1e9), folder=tmp_path / "gone")
+    told: list[str] = []
+
+    async def one_round() -> Report:
+        return hour()
+
+    assert asyncio.run(burnin.go_on(begun, one_round, told.append)).passed
+    assert "round 1 was not kept" in told[0]
+
+
+def test_the_worst_of_all_rounds_counts(tmp_path: Path) -> None:
+    """Verdict, values and sentences of each check, with the round in which it was."""
+    good = replace(GEMM, verdict=Verdict.PASS, findings=(), values=(replace(GEMM.values[0], value=735e12),))
+    begun = BurnIn(tmp_path, (Check("gpu_burn", ""), Check("clock", "")), HOUR)
+    found = burnin.merged([hour(good, CLOCK), hour(GEMM, CLOCK), hour(good, CLOCK)], begun)
+    burned, clock, _ = found.results
+    assert burned.verdict is Verdict.FAIL
+    assert {(v.subject, v.value) for v in burned.values} == {("GPU 0", 730e12), ("GPU 1", 540e12)}
+    assert burned.findings[0].summary.endswith("(round 2 of 3)")
+    assert clock.verdict is Verdict.WARN
+
+
+def test_a_speed_that_declines_over_the_hours_is_told() -> None:
+    """Each round by itself was above every floor; scatter within the measure's noise is nothing."""
+    check = Check("gpu_burn", "", measures=(Measure("throughput", "flops", "GEMM throughput", "higher", noise=0.03),))
+
+    def rounds(speeds: Sequence[float]) -> list[Report]:
+        values = [Value("throughput", "GPU 1", speed, "flops", Verdict.PASS, better="higher") for speed in speeds]
+        return [hour(replace(GEMM, values=(value,))) for value in values]
+
+    [found] = burnin.declines(rounds([730e12, 731e12, 720e12, 710e12, 690e12, 689e12]), [check])
+    assert found.summary == "GPU 1: GEMM throughput fell from 730 TFLOP/s to 690 TFLOP/s"
+    assert [*burnin.declines(rounds([730e12, 731e12, 720e12, 731e12, 722e12, 729e12]), [check])] == []
+
+
+def sample(t: float, **values: float) -> Sample:
+    return Sample(t, {"GPU 0": values})
+
+
+def test_errors_that_came_during_the_hours_are_told() -> None:
+    """By how much the counters grew, whatever they had before; after a reset of the driver they count on."""
+    samples = [sample(0, uncorrected_errors=5), sample(1, uncorrected_errors=6), sample(2, uncorrected_errors=0)]
+    [found] = series.outcome([*samples, sample(3, uncorrected_errors=2)]).findings
+    assert (found.verdict, found.summary) == (Verdict.FAIL, "GPU 0 had 3 uncorrected errors during the burn-in")
+    [lost] = series.outcome([sample(0, lost=0.0), sample(1, lost=1.0)]).findings
+    assert lost.summary == "GPU 0 was lost during the burn-in"
+    assert series.outcome([sample(0, corrected_errors=0.0), sample(1, corrected_errors=90.0)]).findings == ()
+    assert series.outcome([sample(0, corrected_errors=0.0), sample(1, corrected_errors=900.0)]).findings != ()
+
+
+def test_the_extremes_of_clock_and_temperature_are_kept() -> None:
+    """And a curve is thinned by medians, so that one outlier does not draw it."""
+    samples = [sample(t, clock=1.98e9 - t, temperature=40.0 + t) for t in range(50)]
+    extremes = {m.measure: m.value for m in series.outcome(samples).measurements}
+    assert extremes == {"lowest_clock": 1.98e9 - 49, "highest_temperature": 89.0}
+    clock = next(trend for trend in series.trends(samples) if trend.measure == "temperature")
+    assert [past.value for past in series.thinned(clock, 10).past] == [42.0 + 5 * part for part in range(10)]
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    """As a crash leaves it."""
+    file = tmp_path / "series.jsonl"
+    assert series.read(file) == []
+    whole = json.dumps({"t": 1.0, "values": {"GPU 0": {"clock": 1e9}}})
+    file.write_text(f"{whole}\n{whole[:20]}", encoding="utf-8")
+    assert series.read(file) == [Sample(1.0, {"GPU 0": {"clock": 1e9}})]

@@ -1,4 +1,4 @@
-"""A repair from the drain to its end, on a cluster in memory and a node that does as it is told."""
+"""A repair from its order to its end, on a cluster in memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import pytest
 from opsd.collectors.base import RepairStep
 from opsd.collectors.repairs import read
 from opsd.repair.attend import SETTLED_S, RepairError
-from opsd.repair.case_file import CaseError, CaseFile
+from opsd.repair.case_file import CaseError, CaseFile, Refusal
+from opsd.repair.order import Ordering
 from opsd.repair.repair_plan import NO_HARDWARE, RETURN, Remedy
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
 from opsd.slurm.port import Node, NodeUpdate, SlurmUnavailable
-from tests.fakes.repair_bench import DRAINED, REASON, REBOOTS, Bench, PowerLoss
+from tests.fakes.repair_bench import DRAINED, JOB, REASON, REBOOTS, Bench, PowerLoss
 from tests.fakes.slurm import FakeSlurm
+
+# A repair from the drain to its end, on a cluster in memory and a node that does as it is told.
 
 
 def test_a_reset_that_helps_ends_in_a_return(tmp_path: Path) -> None:
@@ -280,3 +283,235 @@ def test_a_repair_is_the_newest_also_after_the_clock_was_set_back(tmp_path: Path
     known = read(tmp_path / "repair")
     assert known is not None
     assert [repair.id for repair in known.repairs] == names
+
+
+# How a repair begins: with the agent's drain, or with a job that the node refused.
+
+
+REFUSED = Refusal(900.0, "quick failed: gpu_burn")
+
+BY_PROLOG = Node("n1", "idle", frozenset({"drain"}), "Prolog error", "slurm", REFUSED.at + 3)
+
+
+def test_the_agent_orders_a_repair_with_the_drain(tmp_path: Path) -> None:
+    """In mode act a file is all that it leaves; in mode recommend it says what could be done."""
+    acting = Ordering(lambda node, _reason: f"drained {node}", tmp_path, acting=True)
+    assert acting("n1", REASON) == "drained n1; its repair is ordered"
+    assert CaseFile(tmp_path).ordered
+    CaseFile(tmp_path).drop_order()
+    assert "opsd repair --act" in Ordering(lambda node, _reason: node, tmp_path, acting=False)("n1", REASON)
+    assert not CaseFile(tmp_path).ordered
+
+
+@pytest.mark.parametrize(
+    ("failed", "cure"),
+    [("gpu_burn", Remedy.RESET), ("leftovers", Remedy.PROCESSES), ("leftovers, gpu_burn", Remedy.RESET)],
+)
+def test_a_node_that_refused_a_job_is_repaired_as_opsds_own(tmp_path: Path, failed: str, cure: Remedy) -> None:
+    """Slurm has drained it for the word of opsd's prolog: the drain is in the node's history like any of opsd's. What
+    has failed there says with which remedy the repair begins, and each step of it is on the disk.
+    """
+    bench = Bench(tmp_path, cured_by=cure, slurm=FakeSlurm([BY_PROLOG, Node("n2", "idle")]))
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        assert checks == ()
+        return Retested(bench.cured, "passed")
+
+    bench.retest = retest  # type: ignore[method-assign]
+    bench.cases.order(f"quick failed: {failed}")
+    refusal = bench.cases.refusal
+    assert refusal is not None
+    bench.repair().adopt(refusal._replace(at=REFUSED.at))
+    assert (
+        bench.slurm.by_name["n1"].reason == f"opsd:prolog preflight: {refusal.failures}; Slurm's prolog refused a job"
+    )
+    case = bench.run()
+    assert (case.kind, case.end, bench.done) == ("preflight", "returned", [cure])
+    assert [attempt.what for attempt in bench.cases.past()[0].attempts] == [cure, "retest", "return"]
+    (stay,) = node_comment.read(bench.slurm.by_comment["n1"]).stays
+    assert (stay.kind, stay.out, stay.back) == ("preflight", 1000.0, bench.now)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        replace(BY_PROLOG, reason="replace the fan", reason_by="ann"),
+        replace(BY_PROLOG, reason_at=REFUSED.at - 3600.0),
+        replace(BY_PROLOG, reason_at=None),
+        DRAINED,
+    ],
+)
+def test_a_drain_for_something_else_is_not_taken_over(tmp_path: Path, node: Node) -> None:
+    """A person's, opsd's own, and those of other failures of a prolog."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([node]))
+    bench.repair().adopt(REFUSED)
+    assert bench.slurm.updates == []
+
+
+def test_an_order_of_something_else_is_no_refusal(tmp_path: Path) -> None:
+    """Whoever makes the file by hand asks for the repair of a node that is drained."""
+    cases = CaseFile(tmp_path)
+    cases.order()
+    (tmp_path / "repair/order").write_text("please\n")
+    assert (cases.ordered, cases.refusal) == (True, None)
+
+
+def test_slurm_drains_a_node_some_time_after_its_prolog_refused_a_job(tmp_path: Path) -> None:
+    """The order waits for that, but not for ever."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([Node("n1", "idle")]))
+    with pytest.raises(SlurmUnavailable, match="is not drained yet"):
+        bench.repair().adopt(REFUSED._replace(at=bench.now - 1))
+    bench.repair().adopt(REFUSED._replace(at=bench.now - 301))
+    assert bench.slurm.updates == []
+
+
+def test_opsd_takes_over_no_more_nodes_than_it_may_hold(tmp_path: Path) -> None:
+    """The others stay drained, as Slurm has them."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([BY_PROLOG, replace(DRAINED, name="n2")]))
+    with pytest.raises(RepairError, match="opsd holds 1 of 2 nodes already"):
+        bench.repair().adopt(REFUSED)
+    assert bench.slurm.by_name["n1"] == BY_PROLOG
+
+
+# A node that jobs or other people have, before a repair or in the middle of one.
+
+
+def test_nothing_is_done_while_a_job_is_there(tmp_path: Path) -> None:
+    """Suspended ones count, too."""
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
+    bench.slurm = FakeSlurm([DRAINED], jobs=[replace(JOB, state="suspended")])
+
+    def sleep(seconds: float) -> None:
+        assert not bench.done
+        bench.waits += 1
+        if bench.waits == 3:
+            bench.slurm = FakeSlurm([Node("n1", "idle")])
+            raise PowerLoss
+
+    bench.sleep = sleep  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, bench.done) == ("left", [])
+    assert bench.said[:2] == ["waiting: a job is still on it", "asked 1 jobs"]
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (replace(DRAINED, reason="replace the fan", reason_by="ann"), "by ann: replace the fan"),
+        (Node("n1", "idle"), "in service"),
+        (replace(DRAINED, reason="opsd:manual fan_failing: fan 3"), "no remedy fits fan_failing"),
+        (replace(DRAINED, reason="opsd:rma gpu_xid: twice"), "waits for its replacement"),
+    ],
+)
+def test_other_peoples_nodes_are_left_alone(tmp_path: Path, node: Node, why: str) -> None:
+    """And those in service, those that wait for a replacement, and faults that no remedy fits."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([node]))
+    with pytest.raises(RepairError, match=why):
+        bench.repair().proposed()
+    assert bench.slurm.updates == []
+
+
+def test_a_node_that_somebody_takes_meanwhile_is_left_to_them(tmp_path: Path) -> None:
+    """After the reset a person has drained it for a reason of their own."""
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        bench.slurm.by_name["n1"] = replace(DRAINED, reason="mine now", reason_by="ann")
+        return Retested(True, "passed")
+
+    bench.retest = retest  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, "by ann: mine now" in case.verdict, bench.slurm.updates) == ("left", True, [])
+
+
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        (Node("n1", "allocated"), "a job is on n1"),
+        (Node("n1", "idle"), "n1 is in service"),
+        (replace(DRAINED, reason="mine now", reason_by="ann"), "by ann: mine now"),
+    ],
+)
+def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path, taken: Node, why: str) -> None:
+    """A profile takes hours under full load; who resumes the node by hand has no idea of it, nor has the next job."""
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        assert stop() == ""
+        bench.slurm.error = SlurmUnavailable("no answer")
+        assert stop() == "", "who is not known to have taken it has not"
+        bench.slurm.error = None
+        bench.slurm.by_name["n1"] = taken
+        return Retested(False, stop())
+
+    bench.retest = retest  # type: ignore[method-assign]
+    case = bench.run()
+    assert case.last is not None
+    assert why in case.last.detail
+    assert (case.end, bench.done, bench.slurm.updates) == ("left", ["reset_gpus"], [])
+
+
+def test_a_test_that_made_way_for_a_job_is_made_again_after_it(tmp_path: Path) -> None:
+    """However often: the node is opsd's all the time, and nothing was found against the remedy."""
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
+    taken = iter([True, True, True, False])
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        if next(taken):
+            bench.slurm.by_name["n1"] = replace(DRAINED, state="allocated")
+            return Retested(False, stop(), stopped=True)
+        bench.cured = True
+        return Retested(True, "passed")
+
+    def sleep(seconds: float) -> None:
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.retest, bench.sleep = retest, sleep  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, bench.done, len(case.attempts)) == ("returned", ["reset_gpus"], 6)
+
+
+def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: Path) -> None:
+    """People flash firmware there: no reset, no reboot, no load, but what a person orders by hand."""
+    serviced = replace(DRAINED, flags=frozenset({"drain", "maintenance", "reserved"}))
+    assert Bench(tmp_path / "hand", cured_by=Remedy.RESET, slurm=FakeSlurm([serviced])).run().end == "returned"
+    bench = Bench(tmp_path / "policy", cured_by=Remedy.RESET, slurm=FakeSlurm([serviced]), by_policy=True)
+
+    def sleep(_seconds: float) -> None:
+        assert not bench.done
+        current = bench.cases.current()
+        assert current is not None and "maintenance" in current.paused
+        bench.now += 86_400.0
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.sleep = sleep  # type: ignore[method-assign, assignment]
+    case = bench.run()
+    assert (case.end, case.paused, case.resumed_at) == ("returned", "", 87_400.0)
+    assert bench.said[0] == "waiting: Slurm has it in a reservation for maintenance"
+
+
+@pytest.mark.parametrize("flag", ["powering_down", "powered_down"])
+def test_a_node_that_slurm_switches_off_to_save_power_has_failed_no_test(tmp_path: Path, flag: str) -> None:
+    """Drained nodes are idle to SuspendTime: the test makes way, nothing is begun, and all goes on once it is back."""
+    off = replace(DRAINED, flags=DRAINED.flags | {flag})
+    bench = Bench(tmp_path, slurm=FakeSlurm([off]), cured_by=Remedy.RESET)
+    tests = 0
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        nonlocal tests
+        tests += 1
+        if tests == 2:
+            bench.cured = True
+            return Retested(True, "passed")
+        bench.slurm.by_name["n1"] = off
+        return Retested(False, stop(), stopped=True)
+
+    def sleep(_seconds: float) -> None:
+        assert len(bench.done) == tests
+        bench.waits += 1
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.retest, bench.sleep = retest, sleep  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, bench.done, tests, bench.waits) == ("returned", ["reset_gpus"], 2, 2)
+    assert "save power" in case.attempts[1].detail

@@ -1,4 +1,4 @@
-"""The service as systemd, the shell and Slurm read it."""
+"""The service as systemd, the shell and Slurm read it, and the processes that opsd starts of itself."""
 
 from __future__ import annotations
 
@@ -12,20 +12,37 @@ from typing import Any
 import pytest
 
 pytest.importorskip("yaml")
+from collections.abc import Callable
+from contextlib import suppress
 
+import pytest
 import yaml
 
 from opsd import config
 from opsd.collectors.repairs import CASE, FOLDER, ORDER
-from opsd.repair import parts
+from opsd.repair import driver, parts
+from opsd.repair.machine import RemedyError, run_command
+from opsd.repair.retest import Preflight
+from opsd.slurm.connect import Worker
+from opsd.slurm.port import SlurmError
+
+# The service as systemd, the shell and Slurm read it.
+
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
 SCRIPTS = [DEPLOY / "install", *sorted((DEPLOY / "slurm").glob("*.sh"))]
+
 PAGE = DEPLOY.parent / "docs" / "security.md"
+
 ACT = DEPLOY / "systemd" / "opsd-act.conf"
+
 REPAIR = DEPLOY / "systemd" / "opsd-repair.service"
+
 DRIVER, TEST = (DEPLOY / "systemd" / f"opsd-repair-{part}@.service" for part in ("driver", "test"))
+
 EXPOSURE, ACTING_EXPOSURE = 2.5, 3.0
 
 needs_systemd = pytest.mark.skipif(
@@ -260,3 +277,84 @@ def combine(left: dict[str, Any], right: dict[str, Any], *, recursive: bool) -> 
         if isinstance(left[key], dict)
     }
     return {**left, **right, **both}
+
+
+# Processes that opsd starts of itself, as root too, run this opsd, and nothing of the folder it is called from.
+
+
+SPY = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()"
+
+
+def _ask_slurm() -> None:
+    worker = Worker()
+    try:
+        worker("nodes")
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: driver.read("/no/such/library", run_command),
+        lambda: Preflight(["--no-such-option"], "quick")([]),
+        _ask_slurm,
+    ],
+    ids=["state of the driver", "retest", "pyslurm"],
+)
+def test_a_package_of_the_same_name_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
+) -> None:
+    """A user's folder is where an administrator types sudo."""
+    package = tmp_path / "opsd"
+    package.mkdir()
+    (package / "__init__.py").write_text(SPY)
+    monkeypatch.chdir(tmp_path)
+    with suppress(RemedyError, SlurmError):
+        call()
+    assert not (package / "ran").exists()
+
+
+# What deploy/slurm/idle-checks.sh submits, with commands that only write down how they were called.
+
+
+SCRIPT = Path(__file__).parents[2] / "deploy/slurm/idle-checks.sh"
+
+CALLED = '#!/bin/sh\necho "$(basename "$0") $*" >>{folder}/called\n'
+
+OPSD = CALLED + 'case "$*" in *--pairs*) echo "n[3-4]";; *) echo n1;; esac\n'
+
+
+@pytest.mark.parametrize(("pairs", "asked", "submitted"), [("1", 2, 2), ("0", 1, 1)])
+def test_pairs_can_be_turned_off(tmp_path: Path, pairs: str, asked: int, submitted: int) -> None:
+    """With PAIRS=0 nobody asks for pairs; nodes are tested as ever."""
+    called = [line.split()[0] for line in begun(tmp_path, pairs, "(null)")]
+    assert (called.count("opsd"), called.count("sbatch")) == (asked, submitted)
+
+
+@pytest.mark.parametrize(
+    ("gres", "asked"),
+    [
+        ("gpu:h100:8(S:0-1)\\ngpu:h100:8(S:0,1)", "--gres=gpu:8 "),
+        ("gpu:h100:8(S:0-1)\\ngpu:a:2(S:0,2),gpu:b:3,shard:20", "--gres=gpu:5 "),
+        ("gpu:8\\n(null)", ""),
+        ("(null)\\n(null)", ""),
+    ],
+)
+def test_a_pair_asks_for_the_gpus_that_both_nodes_have(tmp_path: Path, gres: str, asked: str) -> None:
+    """With those of the batch host alone a step failed where the other node has fewer, again and again."""
+    (pair,) = [line for line in begun(tmp_path, "1", gres) if "n[3-4]" in line]
+    assert f"--wrap=exec srun {asked or ' '}{tmp_path}/opsd preflight network --note" in pair
+
+
+def begun(folder: Path, pairs: str, gres: str) -> list[str]:
+    """How the script calls its commands, where sinfo says that two nodes have ``gres``."""
+    sinfo = f"#!/bin/sh\nprintf '{gres}\\n'\n"
+    for name, text in (("opsd", OPSD), ("sbatch", CALLED), ("scancel", CALLED), ("sinfo", sinfo)):
+        program = folder / name
+        program.write_text(text.format(folder=folder) if name != "sinfo" else text)
+        program.chmod(0o755)
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", "OPSD": str(folder / "opsd"), "PAIRS": pairs}
+    done = subprocess.run(["sh", SCRIPT], env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return (folder / "called").read_text().splitlines()

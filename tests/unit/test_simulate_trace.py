@@ -1,16 +1,23 @@
-"""Faults for the simulator: traces, rates, and what can be said of them without a run."""
+"""Faults for the simulator: traces, rates, records of a cluster, and the command."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from opsd import exitcodes
+from opsd.agent.store import Store
+from opsd.commands.main import cli
 from opsd.simulate import history, rates
 from opsd.simulate.faults import (
     DAY_S,
@@ -22,7 +29,12 @@ from opsd.simulate.faults import (
     level_at,
     spares_needed,
 )
+from opsd.simulate.history import load
 from opsd.simulate.trace import Trace
+from tests.fakes.incidents import incident
+
+# Faults for the simulator: traces, rates, and what can be said of them without a run.
+
 
 PUBLISHED = os.environ.get("OPSD_FAULT_TRACE", "")
 """Days 0 to 200 of stepfun-ai/InfiniteHBD-Trace."""
@@ -213,3 +225,171 @@ def test_the_spares_that_the_published_trace_asks_for(published: Trace) -> None:
     assert (small.mean, small.p95) == (7, 8)
     large = spares_needed(published, 1000, seconds=published.span_s, draws=8)
     assert large.mean == pytest.approx(60, abs=6)
+
+
+# ``opsd simulate`` on the command line.
+
+
+RUN = ("simulate", "--nodes", "12", "--spares", "3", "--days", "20", "--draws", "3")
+
+
+def simulated(*more: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli, [*RUN, *more, "--json", "-"], catch_exceptions=False)
+    assert result.exit_code == exitcodes.OK, result.output
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def test_the_result_as_json() -> None:
+    """The buckets sum to the wall clock, and the interval holds the mean."""
+    answer = simulated("--advise")
+    wanted = {
+        "ettr", "ettr_low", "ettr_high", "wall_s", "buckets", "outages_per_1000_node_days", "spares_in_use_p50",
+        "spares_in_use_p99", "swaps", "requeues", "elapsed_s", "spares_needed",
+    }  # fmt: skip
+    assert wanted <= answer.keys()
+    assert sum(answer["buckets"].values()) == pytest.approx(answer["wall_s"])
+    assert answer["wall_s"] == 20 * 86_400
+    assert answer["ettr_low"] <= answer["ettr"] <= answer["ettr_high"]
+
+
+def test_ten_thousand_nodes_fit_into_two_gib() -> None:
+    """Of address space, which is more than what is used of it."""
+    command = [sys.executable, "-m", "opsd", "simulate", "--nodes", "9400", "--spares", "600", "--days", "1"]
+    limited = ["sh", "-c", f'ulimit -v {2 << 20}; exec "$@"', "sh", *command, "--draws", "1", "--json", "-"]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == exitcodes.OK, done.stderr
+    assert json.loads(done.stdout)["wall_s"] == 86_400
+
+
+def test_policies_and_spares_beside_each_other(tmp_path: Path) -> None:
+    """With the same outages each; a sweep is drawn as well."""
+    policies = simulated("--compare")["policies"]
+    assert [each["policy"] for each in policies] == ["torchrun", "requeue", "hot", "pool", "shrink"]
+    assert len({each["outages_per_1000_node_days"] for each in policies}) == 1
+    assert (policies[0]["gain"], policies[3]["gain_low"] <= policies[3]["gain"]) == (0, True)
+    assert policies[3]["gain"] == pytest.approx(policies[3]["ettr"] - policies[0]["ettr"])
+    bars = tmp_path / "policies.svg"
+    simulated("--compare", "--chart", str(bars))
+    assert bars.read_text().count("<rect") == 6 * (5 + 1)
+    chart = tmp_path / "spares.svg"
+    answer = simulated("--sweep", "spares=0..3", "--chart", str(chart))
+    assert [each["spares"] for each in answer["sweep"]] == [0, 1, 2, 3]
+    assert answer["knee"] in range(4)
+    assert chart.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("more", [(), ("--compare",), ("--sweep", "spares=0..2")])
+def test_the_result_for_people(more: tuple[str, ...]) -> None:
+    """Says where its times are from."""
+    result = CliRunner().invoke(cli, [*RUN, *more], catch_exceptions=False)
+    assert "ETTR" in result.stdout
+    assert "docs/benchmarks.md" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--compare", "--sweep", "spares=0..1"), "exclude each other"),
+        (("--sweep", "spares=4..1"), "should be spares=FIRST..LAST"),
+        (("--chart", "x.svg"), "--chart needs --sweep or --compare"),
+        (("--rates", "/nowhere.toml"), "the built-in rates are stepfun"),
+        (("--trace", "/nowhere.json"), "cannot be read"),
+        (("--trace-nodes", "4"), "--trace-nodes needs --trace"),
+        (("--trace", "/dev/zero"), "is a device"),
+        (("--trace", "/dev/null", "--rates", "rsc1"), "exclude each other"),
+        (("--rates", "/dev/zero"), "not a regular file"),
+        (("--interval-s", "1e308"), "not in the range"),
+        (("--least", "13"), "more than --nodes 12"),
+        (("--inside", "4"), "more than --spares 3"),
+        (("--topology", "/dev/zero"), "/dev/zero cannot be read: not a regular file"),
+        (("--topology", "/dev/null"), "has no nodes below a switch"),
+        (("--topology", "/dev/null", "--per-switch", "4"), "exclude each other"),
+    ],
+)
+def test_bad_input_is_one_sentence(more: tuple[str, ...], told: str) -> None:
+    """And nothing is played."""
+    result = CliRunner().invoke(cli, [*RUN, *more])
+    assert (result.exit_code, told in result.output) == (exitcodes.USAGE, True), result.output
+
+
+# Traces from what a cluster has recorded of itself: Slurm's events of nodes, and the journals of agents.
+
+
+HEAD = "ClusterNodes|NodeName|TimeStart|TimeEnd|State|Reason|User"
+
+EVENTS = f"""{HEAD}
+n[1-10]||2026-01-01T00:00:00|Unknown||Cluster Registered TRES|
+|n1|2026-01-02T00:00:00|2026-01-02T06:00:00|DRAIN|opsd:i-1 gpu_ecc: 4 errors; see opsd incidents show i-1|root(0)
+|n1|2026-01-02T05:00:00|2026-01-02T08:00:00|DOWN*|Not responding|slurm(64030)
+|n2|2026-01-09T00:00:00|Unknown|DOWN*|Not responding|slurm(64030)
+"""
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_events_of_slurm_are_outages(tmp_path: Path) -> None:
+    """Those that overlap are one, of the first's kind; one that lasts has not ended; the cluster's own are none."""
+    path = tmp_path / "events.txt"
+    path.write_text(EVENTS)
+    trace = load(path, None)
+    assert (len(trace.nodes), trace.span_s / DAY_S) == (10, 7)
+    outages = [outage for node in trace.nodes for outage in node]
+    assert [(o.start_s / HOUR_S, o.end_s / HOUR_S, o.kind, o.effect, o.ended) for o in outages] == [
+        (0, 8, "gpu_ecc", "degraded", True), (168, 168, "down", "lost", False),
+    ]  # fmt: skip
+
+
+def test_an_outage_may_end_in_the_hour_that_autumn_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ten to three in the first to ten past two in the second: 20 minutes."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    path = tmp_path / "events.txt"
+    path.write_text("NodeName|Start|End|State\nn1|2026-10-25T02:50:00|2026-10-25T02:10:00|DOWN\n")
+    (outage,) = load(path, 1).nodes[0]
+    assert outage.end_s - outage.start_s == 20 * 60
+
+
+def test_journals_of_agents_are_outages(tmp_path: Path) -> None:
+    """From the drain of the node to the end of the incident behind it."""
+    at = 1_790_000_000.0
+    for node in ("n1", "n2"):
+        over = incident(f"{node}-1", opened_at=at, resolved_at=at + 30 * HOUR_S)
+        with Store(tmp_path / node / "journal.db", at) as store:
+            rows = [
+                ("INSERT INTO actions (incident, kind, verb, target, at) VALUES (?, 'gpu_ecc', ?, ?, ?)",
+                 (f"{node}-1", verb, node, at + HOUR_S))
+                for verb in ("notify", "drain_node") if node == "n1" or verb == "notify"
+            ]  # fmt: skip
+            store.write([over], rows)
+    trace = load(tmp_path, None)
+    assert [[(o.start_s / HOUR_S, o.end_s / HOUR_S, o.kind) for o in node] for node in trace.nodes] == [
+        [(1, 30, "gpu_ecc")], [],
+    ]  # fmt: skip
+    assert trace.span_s == 2 * DAY_S
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "told"),
+    [
+        (f"{HEAD}\n", None, "names no node"),
+        (EVENTS.replace("n[1-10]", ""), None, "names only nodes that have failed"),
+        (EVENTS, 1, "more than --trace-nodes 1"),
+        (f"{HEAD}\n|n1|yesterday|Unknown|DOWN|x|y\n", None, "'yesterday' is no time"),
+        (f"{HEAD}\n|n1|2026-01-02T00:00:00|2026-01-01T00:00:00|DOWN|x|y\n", None, "ends before it"),
+        ("SQLite format 3\x00 and nothing else", None, "is no journal"),
+    ],
+)
+def test_what_is_no_history_is_refused(tmp_path: Path, text: str, nodes: int | None, told: str) -> None:
+    """In one sentence."""
+    path = tmp_path / "history"
+    path.write_text(text)
+    with pytest.raises(FaultsError, match=told):
+        load(path, nodes)

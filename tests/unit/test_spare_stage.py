@@ -1,14 +1,16 @@
-"""Staging shards on a spare: whole or not at all, resumed, at a bounded pace, and never through links."""
+"""Staging shards on a spare: whole or not at all, resumed, and from a source that anybody may play."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -16,14 +18,32 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import xxhash
+from click.testing import CliRunner
 
-from opsd.spares.corpus import INDEX, digest_of, read_corpora
+from opsd import exitcodes
+from opsd.commands.main import cli
+from opsd.spares.corpus import INDEX, digest_of, needs_proof, proven, read_corpora, sha256_of
 from opsd.spares.stage import make_folder, remove, stage, verify
-from opsd.spares.transfer import BLOCK, Folder, Progress, RateLimit, StageError, StorageError, Work, open_storage
+from opsd.spares.transfer import (
+    BLOCK,
+    Folder,
+    Progress,
+    RateLimit,
+    StageError,
+    Storage,
+    StorageError,
+    Work,
+    open_storage,
+)
 from tests.fakes.clock import until
 from tests.fakes.corpora import SHARD, make_corpus
 
+# Staging shards on a spare: whole or not at all, resumed, at a bounded pace, and never through links.
+
+
 WORK = Work(RateLimit(None), parallel=3)
+
 TOKENS = "shard-00001.tokens"
 
 
@@ -356,3 +376,117 @@ def test_what_could_not_be_synced_is_copied_again(source: Path, target: Path, mo
     stage(again, read_corpora(again), target, WORK)
     assert again.copied()[TOKENS] == 0
     assert contents(target) == contents(source)
+
+
+# Data for spares from a source for which anybody on the network may answer.
+
+
+PROVED_WORK = Work(RateLimit(None), parallel=2)
+
+PROVED_TOKENS = "shard-00000.tokens"
+
+
+@pytest.fixture
+def spare_proof_source(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "spare_proof_source", shards=1)
+    return tmp_path / "spare_proof_source"
+
+
+@pytest.fixture
+def url(spare_proof_source: Path) -> Iterator[str]:
+    """The source as a web server of another node has it."""
+    pytest.importorskip("aiohttp")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(spare_proof_source)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def spare_proof_digest_of(folder: Path) -> str:
+    return sha256_of(read_corpora(Folder(folder)))
+
+
+def opsd(tmp_path: Path, *arguments: str, **spare: str):
+    config = tmp_path / "opsd.toml"
+    lines = "".join(f'{key} = "{value}"\n' for key, value in spare.items())
+    config.write_text(f'[agent]\nstate_dir = "{tmp_path}/state"\n[spare]\nfolder = "{tmp_path}/nvme"\n{lines}')
+    return CliRunner().invoke(cli, ["spare", "--config", str(config), *arguments])
+
+
+def test_over_plain_http_the_expected_digest_is_needed(tmp_path: Path, spare_proof_source: Path, url: str) -> None:
+    """It is that of the run's own copy; with it the data is taken, without it nothing is asked for."""
+    refused = opsd(tmp_path, "stage", source=url)
+    assert refused.exit_code == exitcodes.USAGE
+    assert "set spare.digest" in refused.output
+    printed = opsd(tmp_path, "digest", str(spare_proof_source)).output.strip()
+    assert printed == spare_proof_digest_of(spare_proof_source)
+    opsd(tmp_path, "stage", source=url, digest=printed)
+    assert (tmp_path / "nvme" / PROVED_TOKENS).read_bytes() == (spare_proof_source / PROVED_TOKENS).read_bytes()
+
+
+def test_another_index_than_the_runs_is_refused(tmp_path: Path, spare_proof_source: Path, url: str) -> None:
+    """Another server answers, with other data and an index that fits it."""
+    expected = spare_proof_digest_of(spare_proof_source)
+    shutil.rmtree(spare_proof_source)
+    make_corpus(spare_proof_source, shards=1, seed=1)
+    refused = opsd(tmp_path, "stage", source=url, digest=expected)
+    assert refused.exit_code == exitcodes.FAILED
+    assert "are not those of spare.digest" in refused.output
+    assert not (tmp_path / "nvme").exists()
+
+
+class Weak(Folder):
+    """Other data than its index says, which its fast checksum does not tell, as somebody can compute it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        false = b"\0" * (root / PROVED_TOKENS).stat().st_size
+        index = json.loads((root / "index.json").read_text())
+        index["shards"][0]["token_file"]["checksum"] = f"xxh3_128:{xxhash.xxh3_128(false).hexdigest()}"
+        (root / "index.json").write_text(json.dumps(index))
+        (root / PROVED_TOKENS).write_bytes(false)
+
+
+def test_each_file_is_compared_by_a_hash_that_cannot_be_aimed_at(tmp_path: Path, spare_proof_source: Path) -> None:
+    """The fast checksum of the shards is against damage and not against people."""
+    storage: Storage = Weak(spare_proof_source)
+    corpora = read_corpora(storage)
+    stage(storage, corpora, tmp_path / "believed", PROVED_WORK)
+    with pytest.raises(StageError, match="does not match its checksum"):
+        stage(storage, proven(corpora, sha256_of(corpora)), tmp_path / "nvme", PROVED_WORK)
+    assert not (tmp_path / "nvme" / PROVED_TOKENS).exists()
+
+
+def test_an_index_without_such_hashes_is_of_no_use(spare_proof_source: Path) -> None:
+    """Earlier releases made it."""
+    index = json.loads((spare_proof_source / "index.json").read_text())
+    del index["shards"][0]["token_file"]["sha256"]
+    (spare_proof_source / "index.json").write_text(json.dumps(index))
+    corpora = read_corpora(Folder(spare_proof_source))
+    with pytest.raises(StorageError, match=f"no SHA-256 of {PROVED_TOKENS}; make the shards again"):
+        proven(corpora, sha256_of(corpora))
+
+
+def test_folders_do_not_lead_elsewhere(spare_proof_source: Path) -> None:
+    """A server may list a folder called "..", which would lead out of the folder on this node."""
+
+    class Rising(Folder):
+        def folders(self) -> list[str]:
+            return ["..", ".hidden", "web"]
+
+    make_corpus(spare_proof_source / "inner/web", shards=1)
+    assert [corpus.folder for corpus in read_corpora(Rising(spare_proof_source / "inner"))] == ["web"]
+
+
+@pytest.mark.parametrize(
+    ("spare_proof_source", "needed"),
+    [
+        ("http://node-17:8000", True), ("HTTP://node-17", True), ("simplecache::http://node-17", True),
+        ("ftp://host/x", True), ("https://node-17", False), ("sftp://host/x", False), ("s3://bucket/x", False),
+        ("/shared/http:/x", False),
+    ],
+)  # fmt: skip
+def test_which_sources_need_proof(spare_proof_source: str, needed: bool) -> None:
+    """Those that neither encrypt nor say who answers."""
+    assert needs_proof(spare_proof_source) == needed

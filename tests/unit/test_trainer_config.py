@@ -1,16 +1,38 @@
-"""Settings of the trainer: what is accepted, and one sentence for what is not."""
+"""Settings of the trainer, how ranks find each other, and `opsd train`."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from opsd import exitcodes, pip_install
+from opsd.commands import train as command
+from opsd.commands.main import cli
 from opsd.commands.train import train
 from opsd.trainer.__main__ import main
-from opsd.trainer.accumulate import fitting_ranks
+from opsd.trainer.accumulate import fitting_ranks, micro_batches
 from opsd.trainer.config import PRESETS, Config, ConfigError, load
+from opsd.trainer.counts import flops_per_token, layer_flops
+from opsd.trainer.parallel import demand_device
+from opsd.trainer.stages import divide, stage_ranges
+from opsd.trainer.world import await_store, gpu_here
+
+# Settings of the trainer: what is accepted, and one sentence for what is not.
+
 
 SHARDS = "data.shards=/data"
 
@@ -165,6 +187,7 @@ def test_digest_covers_what_the_state_depends_on(tiny: Config) -> None:
 
 
 FIRST = "{start = 1, weights = {web = 0.5, code = 0.5}}"
+
 LATER = "{start = 100, weights = {math = 1.0}}"
 
 
@@ -213,3 +236,234 @@ def test_a_growing_batch_moves_the_position(step: int, position: int) -> None:
     assert config.data.position(step + 1) - position == config.data.shape_at(step).batch
     assert [shape.batch for shape in config.data.shapes] == [2, 4, 8]
     assert config.data.tokens(position) == position * config.data.sequence
+
+
+# How layers are divided among the stages of a pipeline, and what cannot be.
+
+
+def config(*overrides: str, preset: str = "tiny") -> Config:
+    return load(preset, ["data.shards=/data", "data.micro_batch=1", *overrides], {})
+
+
+@settings(max_examples=50, deadline=None)
+@given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=9), parts=st.integers(1, 9))
+def test_no_division_has_a_faster_slowest_stage(costs: list[int], parts: int) -> None:
+    """Compared with every other one; each stage has a layer at least, and all are in order."""
+    parts = min(parts, len(costs))
+    counts = divide(costs, parts)
+    assert (len(counts), sum(counts), min(counts) > 0) == (parts, len(costs), True)
+
+    def slowest(ends: tuple[int, ...]) -> int:
+        return max(sum(costs[begin:end]) for begin, end in itertools.pairwise((0, *ends, len(costs))))
+
+    every = itertools.combinations(range(1, len(costs)), parts - 1)
+    assert slowest(tuple(itertools.accumulate(counts[:-1]))) == min(map(slowest, every))
+
+
+def test_the_output_projection_is_worth_layers() -> None:
+    """SmolLM3's costs as much as nearly three layers, so the last of four stages has fewer."""
+    run = load("smollm3-3b", ["data.shards=/data", "parallel.pp=4"], {})
+    assert [len(layers) for layers in stage_ranges(run.model, run.parallel, 4096)] == [9, 10, 10, 7]
+    own = load("smollm3-3b", ["data.shards=/data", "parallel.pp=2", "parallel.stage_layers=[20, 16]"], {})
+    assert stage_ranges(own.model, own.parallel, 4096) == [range(20), range(20, 36)]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-mla", "tiny-hybrid"])
+def test_layers_cost_what_the_model_costs(preset: str) -> None:
+    """The layers, the last norm and the output projection are all of it."""
+    model = config(preset=preset).model
+    whole = sum(layer_flops(model, layer, 256) for layer in range(model.layers)) + 6 * model.width * (model.vocab + 1)
+    assert whole == pytest.approx(flops_per_token(model, 256))
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["parallel.schedule=zero-bubble"], "parallel.schedule needs parallel.pp above 1"),
+    (["parallel.stages_per_rank=2"], "parallel.stages_per_rank needs parallel.pp above 1"),
+    (["parallel.pp=2", "parallel.schedule=interleaved"], "needs parallel.stages_per_rank above 1"),
+    (["parallel.pp=2", "parallel.stages_per_rank=2"], "needs parallel.schedule interleaved or zero-bubble"),
+    (["parallel.pp=2", "parallel.stage_layers=[3, 2]"], "needs 2 numbers with the sum of model.layers 4"),
+    (["parallel.pp=8"], "makes 8 stages, more than model.layers 4"),
+    (
+        ["parallel.pp=2", "parallel.schedule=zero-bubble", "parallel.compile=true"],
+        "parallel.schedule zero-bubble does not work with parallel.compile",
+    ),
+    (
+        ["parallel.pp=2", "parallel.schedule=zero-bubble", "parallel.recompute=selective"],
+        "zero-bubble does not work with parallel.recompute selective; take none or full",
+    ),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(overrides: list[str], expected: str) -> None:
+    """In one sentence."""
+    with pytest.raises(ConfigError, match="parallel") as error:
+        config(*overrides)
+    assert expected in str(error.value)
+
+
+def test_rounds_have_to_come_out_even() -> None:
+    """Schedules with rounds need a whole number of micro-batches in each."""
+    zero = ("parallel.pp=2", "parallel.schedule=zero-bubble")
+    assert list(micro_batches(config("data.batch=6", *zero), 2).values()) == [6]
+    with pytest.raises(ConfigError, match="cannot divide into 2 rounds"):
+        micro_batches(config("data.batch=5", *zero), 2)
+
+
+# How ranks find each other.
+
+
+def test_a_rank_waits_for_the_first_to_listen() -> None:
+    """And goes on as soon as it does."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        threading.Timer(0.3, listener.listen).start()
+        began = time.monotonic()
+        await_store(*listener.getsockname(), 60.0)
+        assert 0.2 < time.monotonic() - began < 30.0
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    """What then is wrong torch says."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        await_store(*silent.getsockname(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu", "expected"),
+    [
+        (["model.attention=flex"], None, "model.attention flex needs a GPU, and this run is on the CPU"),
+        (["model.attention=varlen", "model.dtype=bfloat16"], None, "model.attention varlen needs a GPU"),
+        (
+            ["model.attention=varlen", "model.dtype=bfloat16"],
+            (7, 5),
+            "8.0 or more, this one has 7.5",
+        ),
+        (["parallel.fp8=true"], (8, 0), "parallel.fp8 needs a GPU of compute capability 8.9 or more, this one has 8.0"),
+        (["parallel.fp8=true"], None, ""),
+        (["parallel.fp8=true", "model.attention=flex"], (9, 0), ""),
+        ([], None, ""),
+    ],
+)
+def test_kernels_that_a_device_has_not(settings: list[str], gpu: tuple[int, int] | None, expected: str) -> None:
+    """They are refused by the name of the setting before the ranks meet."""
+    config = load("tiny", ["data.shards=/data", *settings], {})
+    if not expected:
+        demand_device(config, gpu)
+        return
+    with pytest.raises(ConfigError, match=expected):
+        demand_device(config, gpu)
+
+
+def test_the_device_is_that_of_the_rank() -> None:
+    """Each rank asks for its own GPU, and none that is to be on the CPU does."""
+    cuda: Any = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device: (9, device))
+    run = load("tiny", ["data.shards=/data"], {}).run
+    assert gpu_here(run.model_copy(update={"device": "auto"}), {"LOCAL_RANK": "3"}, cuda) == (9, 3)
+    assert gpu_here(run.model_copy(update={"device": "cpu"}), {}, cuda) is None
+
+
+# ``opsd train``: what it is short for, and where it is a rank itself.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """The arguments with which ``opsd launch`` was called."""
+    calls: list[Sequence[str]] = []
+
+    def main(args: Sequence[str], *_: object, **__: object) -> int:
+        calls.append(args)
+        return exitcodes.REQUEUE
+
+    monkeypatch.setattr(command.launch, "main", main)
+    monkeypatch.delenv("RANK", raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "ranks"),
+    [("0,1,2", [], "3"), ("", [], "1"), ("0,1", ["--nproc-per-node", "auto"], "auto")],
+)
+def test_it_is_short_for_launch(
+    launched: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch, devices: str, options: list[str], ranks: str
+) -> None:
+    """A rank for each GPU, one where there is none; settings and the exit code go through."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    result = CliRunner().invoke(
+        cli, ["train", "tiny", *options, "--set", "data.shards=x", "--fresh"], standalone_mode=False
+    )
+    assert result.return_value == exitcodes.REQUEUE, result.output
+    assert launched == [
+        ["--nproc-per-node", ranks, "-m", "opsd.trainer", "--set", "data.shards=x", "--fresh", "--", "tiny"]
+    ]
+
+
+def test_under_a_launcher_it_is_a_rank(launched: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each rank would start a launcher of its own."""
+    started: list[Sequence[str]] = []
+
+    def execv(_path: str, args: Sequence[str]) -> None:
+        started.append(args)
+        raise SystemExit
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(command.os, "execv", execv)
+    CliRunner().invoke(cli, ["train", "tiny"])
+    assert started == [[sys.executable, "-m", "opsd.trainer", "--", "tiny"]]
+    assert launched == []
+
+
+def test_without_torch_one_sentence_says_so(launched: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the command line itself never loads it."""
+    monkeypatch.setattr(command, "find_spec", lambda _name: None)
+    result = CliRunner().invoke(cli, ["train", "tiny"])
+    assert (result.exit_code, pip_install("train") in result.output) == (exitcodes.USAGE, True)
+    program = "import sys; from opsd.commands import train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [("nope",), ("tiny", "--set", "nope=1"), ("tiny", "--set", "run.nope=1")])
+def test_a_wrong_configuration_starts_nothing(launched: list[Sequence[str]], arguments: tuple[str, ...]) -> None:
+    """It is said in one sentence, by the command and not by each rank."""
+    result = CliRunner().invoke(cli, ["train", *arguments])
+    assert (result.exit_code, launched) == (exitcodes.USAGE, [])
+    assert result.output.count("Error: ") == 1
+
+
+# What the trainer's helper processes load, since a restart waits for it.
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("opsd.trainer.data.worker", {"torch", "pydantic", "tokenizers", "safetensors"}),
+        ("opsd.trainer.persist", {"torch", "numpy", "pydantic", "safetensors"}),
+        ("opsd.trainer.tracking", {"torch", "tokenizers", "safetensors", "tensorboard", "wandb", "trackio"}),
+        ("opsd.commands.checkpoint", {"torch", "numpy"}),
+    ],
+)
+def test_helper_processes_start_light(module: str, forbidden: set[str]) -> None:
+    """The processes beside a rank load nothing heavy that they do not need."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not forbidden & set(loaded.stdout.split())
+
+
+@pytest.mark.slow
+def test_a_run_imports_nothing_on_its_way() -> None:
+    """Once ``opsd.trainer.train`` is imported, a run with a checkpoint loads no further part of torch."""
+    program = """
+import sys, tempfile, pathlib
+import opsd.trainer.train
+from opsd.trainer.config import load
+from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
+folder = pathlib.Path(tempfile.mkdtemp())
+texts = ["some words and some others"] * 200
+make_corpus(texts, train_tokenizer(texts, 300), folder, 10**6)
+before = set(sys.modules)
+sets = [f"data.shards={folder}", f"run.folder={folder}", "run.steps=2", "data.batch=2", "data.sequence=16"]
+sets.append("run.log_every=0")
+assert opsd.trainer.train.train(load("tiny", sets))
+print(*(name for name in sys.modules if name not in before and name.split(".")[0] in ("torch", "sympy", "numpy")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) <= {"torch.profiler._cupti_monitor"}

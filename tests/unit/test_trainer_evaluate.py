@@ -1,28 +1,40 @@
-"""The built-in evaluator: perplexity, cloze, and the comparison with a reference run."""
+"""The built-in evaluator, also beside lm-evaluation-harness, item by item."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from opsd.trainer.data.shards import DOCUMENT, DataError
-from opsd.trainer.data.tokenize import train_tokenizer
+from opsd.commands.checkout import ROOT
+from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError, Framing
+from opsd.trainer.data.tokenize import load_tokenizer, train_tokenizer
 from opsd.trainer.evaluate import Model, Positions, at_equal_tokens, perplexity, reading, scored, trained_length
+from opsd.trainer.hf.config import settings_of
+from opsd.trainer.hf.weights import config_in, fill
 from opsd.trainer.items import Item, Score, accuracies, read_items, standard_error, write_scores
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
 
+# The built-in evaluator: perplexity, cloze, and the comparison with a reference run.
+
+
 KINDS = ("global", "window", "nope")
+
 STATES = {
     "pattern": ("delta", "global"), "state_heads": 2, "state_key_dim": 4, "state_value_dim": 4,
 }  # fmt: skip
+
 TEXTS = ["the cat sat on the mat and größer things", "a dog and a cat"]
 
 
@@ -223,3 +235,60 @@ def test_the_reference_is_read_at_equal_tokens(tmp_path: Path) -> None:
     path.write_text("no json")
     with pytest.raises(DataError, match=r"is not the evaluations\.jsonl of a run"):
         at_equal_tokens(path, 150)
+
+
+# The judge beside lm-evaluation-harness, item by item; ``tests/outside/lm_eval`` has what that made of the items.
+
+
+FOLDER: Final = ROOT / "tests" / "outside" / "lm_eval"
+
+LENGTH: Final = 96
+
+torch.set_num_threads(1)
+
+
+def lines(name: str) -> dict[str, list[Mapping[str, Any]]]:
+    found = [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
+    return {task: list(group) for task, group in groupby(found, itemgetter("task"))}
+
+
+ITEMS, RECORDED = lines("items.jsonl"), lines("recorded.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trainer_judge_model() -> Model:
+    folder = FOLDER / "trainer_judge_model"
+    decoder = Decoder(settings_of(config_in(folder)))
+    fill(decoder, folder)
+    return Model(decoder, load_tokenizer(folder / TOKENIZER), LENGTH, Framing("</s>", ("<s>",)))
+
+
+def item_of(line: Mapping[str, Any]) -> Item:
+    return Item(line["context"], tuple(line["delimiter"] + choice for choice in line["choices"]), line["answer"])
+
+
+@pytest.mark.parametrize("task", ITEMS)
+def test_each_item_has_the_scores_of_the_harness(trainer_judge_model: Model, task: str) -> None:
+    """Likelihoods to 1e-4, and which choice wins by itself, per character and per byte, in ten kinds of tasks.
+
+    Among them are contexts longer than a sequence, white space at the end of a context, and cuts within words.
+    """
+    ours = scored(trainer_judge_model, map(item_of, ITEMS[task]))
+    for score, theirs in zip(ours, RECORDED[task], strict=True):
+        expected = torch.tensor(theirs["log_likelihoods"])
+        torch.testing.assert_close(torch.tensor(score.log_likelihoods), expected, rtol=1e-5, atol=1e-4)
+        lengths = {"acc": None, "acc_norm": score.characters, "acc_bytes": score.bytes}
+        assert {name: float(score.is_right(each)) for name, each in lengths.items()} == {
+            name: theirs[name] for name in lengths
+        }
+    means = {name: sum(line[name] for line in RECORDED[task]) / len(ours) for name in ("acc", "acc_norm", "acc_bytes")}
+    assert accuracies(ours, "set") == {
+        "set_accuracy": means["acc_bytes"], "set_accuracy_norm": means["acc_norm"], "set_accuracy_raw": means["acc"],
+    }  # fmt: skip
+
+
+def test_the_tasks_are_what_they_are_called() -> None:
+    """Ten tasks, each with items; what the harness recorded belongs to them."""
+    assert len(ITEMS) == 10
+    assert {task: len(items) for task, items in ITEMS.items()} == {task: len(each) for task, each in RECORDED.items()}
+    assert all(line["context"].endswith(" ") for line in ITEMS["space_before"])

@@ -1,20 +1,34 @@
-"""Mixtures of sources in stages: exact shares, whole epochs, and an order that depends on nothing but the sample."""
+"""Mixtures of sources in stages: exact shares, their order, and proposed weights."""
 
 from __future__ import annotations
 
+import json
+import random
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.config import MIXTURES
-from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.accumulate import fitting_ranks, micro_batches
+from opsd.trainer.config import MIXTURES, Config, ConfigError, load
+from opsd.trainer.data.mixture import Mixture, permute
+from opsd.trainer.data.propose import Ablation, propose, read_run
+from opsd.trainer.data.shards import DataError, sequences_within
 from opsd.trainer.data.stages import MAX_BLOCK, MixtureError, Stage, apportion
+from opsd.trainer.data.worker import Form, Plan
+from opsd.trainer.data.worker import micro_batches as of_rank
+
+# Mixtures of sources in stages: exact shares, whole epochs, and an order that depends on nothing but the sample.
+
 
 NAMES = "abcde"
 
@@ -203,3 +217,267 @@ def test_the_preset_is_smollm3() -> None:
     assert counts["dclm"] == pytest.approx(0.29435 * 20_000, rel=0.1)
     assert set(counts) <= set(plan[-1].weights)
     assert replace(plan[0], start=1).shares()["dclm"] == 7400
+
+
+# Keyed permutations: the building stone of the order of the samples.
+
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+def permuted(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    return permute(index, np.full(index.shape, size, np.uint64), np.full(index.shape, key, np.uint64))
+
+
+@given(size=st.integers(1, 3000), key=KEYS)
+def test_it_is_a_bijection(size: int, key: int) -> None:
+    """Every element of the range is hit exactly once."""
+    assert np.array_equal(np.sort(permuted(u64(range(size)), size, key)), np.arange(size))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.999), KEYS), min_size=1, max_size=20))
+def test_elements_do_not_depend_on_each_other(elements: list[tuple[int, float, int]]) -> None:
+    """With ranges and keys of their own, elements come out together as they do alone."""
+    size, key = u64([size for size, _, _ in elements]), u64([key for _, _, key in elements])
+    index = u64([int(size * at) for size, at, _ in elements])
+    together = permute(index, size, key)
+    alone = [permute(index[i : i + 1], size[i : i + 1], key[i : i + 1])[0] for i in range(len(elements))]
+    assert np.array_equal(together, alone)
+
+
+@settings(max_examples=20)
+@given(size=st.integers(2, 2**62), key=KEYS)
+def test_huge_ranges_stay_inside(size: int, key: int) -> None:
+    """Corpora far beyond memory are permuted into their own range, without collisions."""
+    index = u64(np.linspace(0, size - 1, min(size, 200), dtype=np.uint64))
+    index = np.unique(np.minimum(index, np.uint64(size - 1)))
+    placed = permuted(index, size, key)
+    assert placed.max() < size
+    assert np.unique(placed).size == index.size
+
+
+def test_keys_differ() -> None:
+    """Neighbouring keys give unrelated orders, and none is the order of the numbers."""
+    size = 1000
+    orders = [permuted(u64(range(size)), size, key) for key in range(4)] + [np.arange(size, dtype=np.uint64)]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert np.count_nonzero(one == other) < 20
+
+
+@pytest.mark.parametrize("size", [100_000, 65_536, 99_991])
+def test_neighbours_are_scattered(size: int) -> None:
+    """Consecutive elements lie as far apart as in a random order: a third of the range in the mean."""
+    order = permuted(u64(range(size)), size, 3).astype(np.int64)
+    assert np.abs(np.diff(order)).mean() == pytest.approx(size / 3, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [5, 12, 30])
+def test_small_ranges_are_random_too(size: int) -> None:
+    """Over many keys every element goes to every place about equally often."""
+    keys = u64(range(4000)).repeat(size) * np.uint64(0x9E3779B97F4A7C15)
+    index = np.tile(u64(range(size)), 4000)
+    placed = permute(index, np.full(index.shape, size, np.uint64), keys)
+    counts = np.zeros((size, size))
+    np.add.at(counts, (index, placed), 1)
+    assert counts.min() > 4000 / size * 0.6
+    assert counts.max() < 4000 / size * 1.4
+
+
+# Weights of a mixture that are proposed from small runs.
+
+
+SLOPES = {"web": 3.0, "code": 2.0, "math": 2.5}
+"""Losses of a run on one source alone."""
+
+
+def ablations(count: int, noise: float = 0.0) -> list[Ablation]:
+    drawn = random.Random(1)
+    runs = []
+    for number in range(count):
+        parts = [drawn.random() for _ in SLOPES]
+        weights = {name: part / sum(parts) for name, part in zip(SLOPES, parts, strict=True)}
+        loss = sum(weights[name] * slope for name, slope in SLOPES.items()) + drawn.gauss(0, noise)
+        runs.append(Ablation(f"run-{number}", weights, {"held": loss, "other": 9 - loss}))
+    return runs
+
+
+def test_it_goes_where_the_losses_fall() -> None:
+    """The proposal has more of what lowers the wanted loss, and is predicted to be about as good as the best run."""
+    found = propose(ablations(12), {"held": 1.0})
+    assert sum(found.weights.values()) == pytest.approx(1)
+    assert found.weights["code"] > max(found.weights["web"], 0.4)
+    assert found.predicted == pytest.approx(sum(found.weights[name] * SLOPES[name] for name in SLOPES), abs=1e-3)
+    assert found.error < 1e-3
+    against = propose(ablations(12), {"other": 2.0})
+    assert against.weights["web"] > found.weights["web"]
+
+
+def test_it_says_how_far_predictions_are_off() -> None:
+    """Noise of the losses is in the error, which comes from runs that were left out."""
+    assert 0.05 < propose(ablations(30, noise=0.1), {"held": 1.0}).error < 0.2
+
+
+@pytest.mark.parametrize(("runs", "targets", "expected"), [
+    (ablations(3), {}, "3 runs of 3 sources; it takes 2 sources and more runs than sources"),
+    (ablations(6), {"code": 1.0}, "not every run has been evaluated on 'code'; they share held, other"),
+    ([ablations(1)[0]] * 6, {}, "too similar mixtures"),
+])  # fmt: skip
+def test_too_little_is_refused(runs: list[Ablation], targets: dict[str, float], expected: str) -> None:
+    """In one sentence."""
+    with pytest.raises(DataError, match=expected):
+        propose(runs, targets)
+
+
+def write_run(folder: Path, run: Ablation) -> None:
+    weights = ", ".join(f"{name} = {weight:.3f}" for name, weight in run.weights.items())
+    weights = weights.rpartition(" = ")[0] + f" = {1 - sum(round(w, 3) for w in [*run.weights.values()][:-1]):.3f}"
+    config = load("tiny", ["data.shards=/d", f"data.stages=[{{start = 1, weights = {{{weights}}}}}]"], {})
+    folder.mkdir()
+    (folder / "config.json").write_text(config.model_dump_json())
+    results = [{"held_loss": 9.0}, {"held_loss": run.losses["held"], "held_bits_per_byte": 1.0}, {}]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps({"results": one}) + "\n" for one in results))
+
+
+def test_from_the_folders_of_runs(tmp_path: Path) -> None:
+    """The command prints weights for a stage; the last losses count, and a failed evaluation after them does not."""
+    for run in ablations(6):
+        write_run(tmp_path / run.name, run)
+    assert read_run(tmp_path / "run-2").losses == {"held": ablations(6)[2].losses["held"]}
+    command = [sys.executable, "-m", "opsd.trainer.data", "propose", *map(str, sorted(tmp_path.glob("run-*")))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[0]
+    assert load("tiny", ["data.shards=/d", f"data.stages=[{{start = 1, {line}}}]"], {}).data.sources[0] == "code"
+    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"opsd: {tmp_path} is not the folder of a run with evaluations")
+
+
+# Stages that change sequences, positions and batch: what follows from the settings, and what is refused.
+
+
+FIRST = "{start = 1, weights = {web = 0.5, books = 0.5}}"
+
+LONGER = "{start = 11, sequence = 1024, batch = 2, micro_batch = 1, rope_theta = 2e6, long_documents = {books = 0.4}}"
+
+YARN = "{start = 21, yarn_factor = 4.0, yarn_positions = 1024}"
+
+
+def config(*overrides: str, stages: str = f"{FIRST}, {LONGER}, {YARN}") -> Config:
+    return load("tiny", ["data.shards=/data", f"data.stages=[{stages}]", *overrides], {})
+
+
+def mixture_of(settings: Config, size: int = 1000) -> Mixture:
+    return settings.data.mix(dict.fromkeys(settings.data.cuts(), size), 1)
+
+
+def test_what_a_stage_leaves_out_stays() -> None:
+    """Each stage goes on with the weights, lengths, batches and positions of the one before."""
+    run = config()
+    first, longer, yarn = run.data.shapes
+    assert (first.sequence, first.batch, first.micro_batch, first.rope) == (256, 4, 2, ())
+    assert (longer.start, longer.sequence, longer.batch, longer.micro_batch) == (11, 1024, 2, 1)
+    assert (yarn.start, yarn.sequence, yarn.batch) == (21, 1024, 2)
+    model = run.model_with(yarn)
+    assert (model.rope_theta, model.yarn_factor, model.yarn_positions) == (2e6, 4.0, 1024)
+    assert run.data.shape_at(10) == first
+    assert run.data.position(21) == 10 * 4 + 10 * 2
+    assert run.data.tokens(run.data.position(21)) == 10 * 4 * 256 + 10 * 2 * 1024
+
+
+def test_a_source_is_cut_anew() -> None:
+    """With other lengths a source is drawn from the beginning of an order of its own, long documents beside it."""
+    cuts = config().data.cuts()
+    assert sorted(cuts) == ["books", "books/1024", "books/1024/long", "web", "web/1024"]
+    assert [(cut.length, cut.within) for cut in map(cuts.__getitem__, ("books", "books/1024/long"))] == [
+        (256, False), (1024, True),
+    ]  # fmt: skip
+    mixture = mixture_of(config())
+    shares = mixture.stages[1].shares()
+    assert {name: share / sum(shares.values()) for name, share in shares.items()} == {
+        "web/1024": 0.5, "books/1024": 0.3, "books/1024/long": 0.2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("skip", ["[[4, 6]]", "[[4, 6], [9, 9]]", "[[9, 13]]"])
+def test_a_skip_moves_no_stage(skip: str) -> None:
+    """Stages begin at their steps whatever is skipped, and what was trained on before a skip stays as it was."""
+    plain, skipping = mixture_of(config()), mixture_of(config(f"data.skip={skip}"))
+    before = 3 * 4 if "[4" in skip else 8 * 4
+    both = [mixture.locate(np.arange(before, dtype=np.uint64)) for mixture in (plain, skipping)]
+    assert all(np.array_equal(one, other) for one, other in zip(*both, strict=True))
+    sources, _ = skipping.locate(np.arange(20 * 4, dtype=np.uint64))
+    lengths = [config().data.cuts()[skipping.names[source]].length for source in sources]
+    assert lengths == [256] * 40 + [1024] * 40
+    assert plain.identity(before) == skipping.identity(before)
+
+
+def test_ranks_read_parts_of_every_step() -> None:
+    """Micro-batches before and after a change belong to one step each, from whichever step a rank begins."""
+    forms = [Form(0, 32, 2), Form(16, 64, 1)]
+    plans = [Plan({}, [], forms, [], 1, rank, 2, 4, -1, 0) for rank in (0, 1)]
+    read = [[(sample, form.length) for sample, form in islice(of_rank(plan, 8), 5)] for plan in plans]
+    assert read[0] == [(8, 32), (12, 32), (16, 64), (18, 64), (20, 64)]
+    assert read[1] == [(10, 32), (14, 32), (17, 64), (19, 64), (21, 64)]
+    assert plans[0].slot_bytes == 2 * (33 * 8 + 32 * 4)
+
+
+@pytest.mark.parametrize(("starts", "tokens", "expected"), [
+    ([0, 3, 20, 25], 40, [3, 11, 25]), ([0], 8, []), ([0], 9, [0]), ([0, 2, 4], 6, []), ([], 0, []),
+])  # fmt: skip
+def test_sequences_within_documents(starts: list[int], tokens: int, expected: list[int]) -> None:
+    """They begin with a document, or with what is left of it, and end in it; a shard's last token is a target only."""
+    assert sequences_within(np.array(starts, np.int64), tokens, 8).tolist() == expected
+
+
+def test_the_state_belongs_to_the_positions_so_far() -> None:
+    """A stage to come may change its lengths and positions, one that has begun may not."""
+
+    def digest(stages: str, position: int) -> str:
+        run = config(stages=stages)
+        names = dict.fromkeys(run.data.cuts(), "x")
+        return run.digest(mixture_of(run), names, position)
+
+    for other in (LONGER.replace("2e6", "3e6"), LONGER.replace("1024", "512"), LONGER.replace("0.4", "0.5")):
+        stages = f"{FIRST}, {other}, {YARN}"
+        assert digest(stages, 40) == digest(f"{FIRST}, {LONGER}, {YARN}", 40) == digest(FIRST, 40)
+        assert digest(stages, 44) != digest(f"{FIRST}, {LONGER}, {YARN}", 44)
+    assert digest(f"{FIRST}, {LONGER}", 60) == digest(f"{FIRST}, {LONGER}, {YARN}", 60)
+    assert digest(f"{FIRST}, {LONGER}", 62) != digest(f"{FIRST}, {LONGER}, {YARN}", 62)
+
+
+def test_all_shapes_decide_which_ranks_fit() -> None:
+    """Numbers of ranks have to divide the batches of all stages."""
+    run = config("data.batch=8")
+    assert fitting_ranks(run) == [1, 2]
+    assert list(micro_batches(run, 2).values()) == [2, 1, 1]
+    with pytest.raises(ConfigError, match=r"data\.batch 2 from step 11 is not a multiple of 4 ranks"):
+        micro_batches(run, 4)
+
+
+@pytest.mark.parametrize(("overrides", "stages", "expected"), [
+    (["parallel.cp=2"], f"{FIRST}, {{start = 5, sequence = 258}}", "from step 5: data.sequence 258 is not a multiple"),
+    ([], f"{FIRST}, {{start = 5, yarn_factor = 2.0}}", "from step 5: model.yarn_factor needs model.yarn_positions"),
+    ([], f"{FIRST}, {{start = 5, yarn_factor = 0.5}}", "yarn_factor 0.5 is less than 1"),
+    ([], f"{FIRST}, {{start = 5, long_documents = {{math = 0.5}}}}", "names 'math', which has no weight"),
+    ([], f"{FIRST}, {{start = 5, long_documents = {{web = 1.5}}}}", "less than or equal to 1"),
+    (["data.batch_warmup=[[7, 2]]"], f"{FIRST}, {{start = 5, batch = 8}}", "before the end of data.batch_warmup"),
+    ([], f"{FIRST}, {{start = 5, window = 8}}", "unknown key data.stages.1.window"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(overrides: list[str], stages: str, expected: str) -> None:
+    """In one sentence with the stage, before anything starts."""
+    with pytest.raises(ConfigError) as error:
+        config(*overrides, stages=stages)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_can_say_it(tmp_path: Path) -> None:
+    """As tables of a TOML file, with the weights of the only corpus left out."""
+    (tmp_path / "long.toml").write_text(
+        "[[stages]]\nstart = 1\n\n[[stages]]\nstart = 5\nsequence = 512\n[stages.long_documents]\n'.' = 0.5\n"
+    )
+    run = load("tiny", ["data.shards=/data", f"data.mixture={tmp_path / 'long.toml'}"], {})
+    assert sorted(run.data.cuts()) == [".", "./512", "./512/long"]

@@ -1,8 +1,9 @@
-"""Persist processes: parts become a checkpoint, whatever dies, fails or is late."""
+"""Checkpoints of the trainer: when one is due, persisted whatever fails, audited, and read."""
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -11,15 +12,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
 
 from opsd.checkpoints.claims import FOLDER, Claim, create
+from opsd.checkpoints.interval import daly
 from opsd.checkpoints.manifest import (
     MANIFEST,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    checksum,
     commit,
     folder_of,
     read,
@@ -27,10 +37,19 @@ from opsd.checkpoints.manifest import (
     verify,
 )
 from opsd.jsonl import METRICS
+from opsd.trainer.checkpoint import State, file_layout
+from opsd.trainer.checksums import checksum as checksum_of_values
+from opsd.trainer.load import copy_file, load
 from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
 from opsd.trainer.parts import PersistPlan
+from opsd.trainer.regions import Region
+from opsd.trainer.saving import FIRST_S, LEAST_S, Checksums, Interval, RegionChecksum, different_copies, equal_shards
+from opsd.trainer.settings import CheckpointSettings
 from tests.fakes.clock import until
 from tests.fakes.faults import Faults, calls
+
+# Persist processes: parts become a checkpoint, whatever dies, fails or is late.
+
 
 STEP, SAMPLE = 20, 80
 
@@ -395,3 +414,250 @@ def test_a_failed_commit_takes_nothing_with_it(tmp_path: Path, start: Start) -> 
     (folder / MANIFEST).rmdir()
     commit(folder, manifest)
     assert verify(folder).files == manifest.files
+
+
+# Reading checkpoint files: this rank's own, and those of any other layout.
+
+
+def split(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shapes of a grid of ``cuts`` nearly equal parts per dimension, empty ones included."""
+    parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for length, count in zip(shape, cuts, strict=True):
+        size = -(-length // count)
+        bounds = [(min(i * size, length), min((i + 1) * size, length)) for i in range(count)]
+        parts = [((*offset, low), (*sizes, high - low)) for offset, sizes in parts for low, high in bounds]
+    return parts
+
+
+def states(tensors: dict[str, torch.Tensor], cuts: tuple[int, int]) -> list[State]:
+    """The state of every rank of a grid layout; tensors with fewer than two dimensions are held by all."""
+    ranks: list[State] = [{} for _ in range(cuts[0] * cuts[1])]
+    for name, tensor in tensors.items():
+        grid = split(tuple(tensor.shape), cuts if tensor.dim() == 2 else (1,) * tensor.dim())
+        for rank, state in enumerate(ranks):
+            offset, sizes = grid[rank % len(grid)]
+            window = tuple(slice(at, at + n) for at, n in zip(offset, sizes, strict=True))
+            state[name] = Region(tensor[window].clone(), tuple(tensor.shape), offset)
+    return ranks
+
+
+def write(folder: Path, ranks: list[State]) -> Manifest:
+    """A checkpoint as the persist processes write it."""
+    entries = []
+    for rank, state in enumerate(ranks):
+        header, starts, size = file_layout(state)
+        content = bytearray(size)
+        content[: len(header)] = header
+        for name, start in starts.items():
+            local = state[name].local
+            raw = bytes(local.contiguous().flatten().view(torch.uint8).numpy()) if local.numel() else b""
+            content[start : start + len(raw)] = raw
+        path = folder / f"rank-{rank:04d}.safetensors"
+        path.write_bytes(content)
+        entries.append(FileEntry(path.name, size, ""))
+    return Manifest(20, 80, {"dp": len(ranks)}, "", tuple(entries), "local", 0.0)
+
+
+def tensors_like(shapes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    tensors = {f"m{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    return tensors | {"norm": torch.randn(5), "updates": torch.tensor([7.0])}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, State]:
+    """The file of the second of three ranks, and a state of zeros in its layout, one tensor of it transposed."""
+    ranks = states(tensors_like([(7, 5), (300, 4)]), (3, 1))
+    write(tmp_path, ranks)
+    state = {name: replace(region, local=torch.zeros_like(region.local)) for name, region in ranks[1].items()}
+    state["m1"] = replace(state["m1"], local=torch.zeros(state["m1"].local.shape[::-1]).T)
+    return tmp_path / "rank-0001.safetensors", state
+
+
+def test_a_ranks_own_file_is_copied_and_hashed(own: tuple[Path, State]) -> None:
+    """In one pass, whatever the strides of the tensors; the names that the file holds are told."""
+    path, state = own
+    names, found = copy_file(path, state)
+    assert (set(names), found) == (state.keys(), checksum(path))
+    with safe_open(path, framework="pt") as file:
+        for name, region in state.items():
+            assert torch.equal(region.local, file.get_tensor(name)), name
+
+
+@pytest.mark.parametrize("damage", ["another layout", "cut off", "no file of ours", "empty"])
+def test_a_file_that_is_not_of_this_rank_is_refused(own: tuple[Path, State], damage: str) -> None:
+    """By name, and without a guess at what it might be."""
+    path, state = own
+    content = path.read_bytes()
+    if damage == "another layout":
+        state["m0"] = replace(state["m0"], offset=(0, 0))
+    elif damage == "cut off":
+        path.write_bytes(content[:-3])
+    else:
+        path.write_bytes(b"" if damage == "empty" else bytes(200))
+    with pytest.raises(CheckpointError, match=r"rank-0001\.safetensors (is not the state of|is truncated)"):
+        copy_file(path, state)
+
+
+GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=3), old=GRIDS, new=GRIDS)
+def test_any_layout_reads_any_other(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, int]],
+    old: tuple[int, int],
+    new: tuple[int, int],
+) -> None:
+    """A checkpoint written by one grid of ranks is read bit for bit by any other, uneven and empty parts included."""
+    folder = tmp_path_factory.mktemp("c")
+    tensors = tensors_like(shapes)
+    manifest = write(folder, states(tensors, old))
+    wanted = states(tensors, new)
+    for rank, expected in enumerate(wanted):
+        mine = {name: replace(region, local=torch.full_like(region.local, -9)) for name, region in expected.items()}
+        load(folder, manifest, mine, rank)
+        for name, region in expected.items():
+            assert torch.equal(mine[name].local, region.local)
+
+
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+    """A rank's file opens with the safetensors library, tensors aligned, with the place of each region."""
+    tensors = tensors_like([(6, 4)])
+    write(tmp_path, states(tensors, (2, 1)))
+    with safe_open(tmp_path / "rank-0001.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(tensors)
+        assert torch.equal(file.get_tensor("m0"), tensors["m0"][3:])
+        assert json.loads(file.metadata()["regions"])["m0"] == {"shape": [6, 4], "offset": [3, 0]}
+    assert file_layout(states(tensors, (2, 1))[0])[1]["m0"] % 64 == 0
+
+
+def test_bfloat16_survives(tmp_path: Path) -> None:
+    """Half-precision tensors are stored as they are."""
+    tensor = torch.randn(4, 4).bfloat16()
+    manifest = write(tmp_path, states({"m": tensor}, (2, 1)))
+    mine = {"m": Region(torch.zeros(4, 4, dtype=torch.bfloat16), (4, 4), (0, 0))}
+    load(tmp_path, manifest, mine)
+    assert torch.equal(mine["m"].local, tensor)
+
+
+def test_replicas_do_not_hide_a_hole(tmp_path: Path) -> None:
+    """Two files with the same half of a tensor do not pass for the whole of it."""
+    ranks = states({"m": torch.randn(4, 4)}, (2, 1))
+    manifest = write(tmp_path, [ranks[0], ranks[0]])
+    with pytest.raises(CheckpointError, match="does not hold all of m"):
+        load(tmp_path, manifest, {"m": Region(torch.zeros(4, 4), (4, 4), (0, 0))})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    """A checkpoint that lacks a tensor of the model is refused with its name."""
+    manifest = write(tmp_path, states({"a": torch.ones(2, 2)}, (1, 1)))
+    wanted = states({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, (1, 1))[0]
+    with pytest.raises(CheckpointError, match="does not hold all of b"):
+        load(tmp_path, manifest, wanted)
+
+
+# When the next checkpoint is due.
+
+
+@given(stall=st.floats(1e-3, 100), mttf=st.floats(2e4, 1e7))
+def test_the_interval_loses_least(stall: float, mttf: float) -> None:
+    """No interval that is a fifth shorter or longer takes less time for the same work."""
+
+    def time_per_work(seconds: float) -> float:
+        """Expected seconds for a second of work, restarts being free (Daly 2006, eq. 13)."""
+        return mttf * math.expm1((seconds + stall) / mttf) / seconds
+
+    best = daly(stall, mttf)
+    assert time_per_work(best) <= time_per_work(best * 0.8)
+    assert time_per_work(best) <= time_per_work(best * 1.2)
+
+
+def test_a_slow_save() -> None:
+    """A stall of 5 minutes and a failure a day call for a save every 115 minutes."""
+    assert daly(300, 86400) / 60 == pytest.approx(115, abs=3)
+
+
+def test_steps() -> None:
+    """An interval in steps depends on nothing else."""
+    interval = Interval(CheckpointSettings(every=20), 0)
+    assert [step for step in range(1, 61) if interval.due(step, 1e9)] == [20, 40, 60]
+
+
+def test_minutes() -> None:
+    """An interval in minutes counts from the beginning of the save before."""
+    interval = Interval(CheckpointSettings(minutes=2), 100)
+    assert not interval.due(1, 219)
+    assert interval.due(1, 220)
+    interval.saved(220, 5)
+    assert not interval.due(2, 339)
+    assert interval.due(2, 340)
+
+
+def test_measured_stalls() -> None:
+    """With a mean time to failure the interval follows from the median stall, after a first save at a fixed time."""
+    interval = Interval(CheckpointSettings(mttf_hours=24), 0)
+    assert interval.seconds == FIRST_S
+    for stall in (2.0, 2.0, 500.0):
+        interval.saved(0, stall)
+    assert interval.seconds == pytest.approx(daly(2.0, 86400))
+    short = Interval(CheckpointSettings(mttf_hours=24), 0)
+    short.saved(0, 1e-6)
+    assert short.seconds == LEAST_S
+
+
+# The audit of shards and copies, and its checksum.
+
+
+def rank(**tensors: tuple[int, str]) -> Checksums:
+    return {name: RegionChecksum((row, 0), bits) for name, (row, bits) in tensors.items()}
+
+
+def test_shards_that_differ_and_copies_that_agree_are_fine() -> None:
+    """What tensor parallelism should look like gives nothing."""
+    ranks = [rank(query=(0, "a"), norm=(0, "n")), rank(query=(4, "b"), norm=(0, "n"))]
+    assert equal_shards(ranks, {"query"}) == {}
+    assert not list(different_copies(ranks))
+
+
+def test_shards_drawn_from_one_seed_are_found() -> None:
+    """The same bits in two places of a tensor that is drawn at random are named, with the ranks that hold them."""
+    ranks = [
+        rank(key=(0, "a"), query=(0, "c"), norm=(0, "1")),
+        rank(key=(4, "b"), query=(4, "c"), norm=(4, "1")),
+        rank(key=(8, "a"), query=(8, "c"), norm=(8, "1")),
+    ]
+    assert equal_shards(ranks, {"key", "query"}) == {(0, 2): ["key"], (0, 1, 2): ["query"]}
+
+
+def test_copies_that_differ_are_found() -> None:
+    """Of a region that two ranks hold, one has other bits."""
+    ranks = [rank(norm=(0, "n")), rank(norm=(0, "n")), rank(norm=(0, "x")), rank(norm=(8, "y"))]
+    assert list(different_copies(ranks)) == [("norm", [0, 1, 2])]
+
+
+def test_a_tensor_that_only_some_have_is_compared_between_these() -> None:
+    """The embedding is in the first and the last stage only."""
+    ranks = [rank(embedding=(0, "a")), rank(), rank(embedding=(0, "b"))]
+    assert list(different_copies(ranks)) == [("embedding", [0, 2])]
+    assert equal_shards(ranks, {"embedding"}) == {}
+
+
+@given(size=st.integers(1, 300), data=st.data())
+def test_one_bit_changes_the_checksum(size: int, data: st.DataObject) -> None:
+    """Any flipped bit and any two values that change places show."""
+    values = torch.arange(1, size + 1, dtype=torch.float32)
+    at, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 31))
+    flipped = values.clone()
+    flipped.view(torch.int32)[at] ^= -(2**31) if bit == 31 else 1 << bit
+    assert checksum_of_values(flipped) != checksum_of_values(values)
+    if size > 1:
+        assert checksum_of_values(values.flip(0)) != checksum_of_values(values)
+    assert checksum_of_values(values.clone().view(1, -1)) == checksum_of_values(values)
+
+
+def test_half_precision_has_checksums_too() -> None:
+    """Tensors of 16-bit numbers are summed up word by word."""
+    values = torch.randn(9).bfloat16()
+    assert len(checksum_of_values(values)) == 16
+    assert checksum_of_values(values) != checksum_of_values(-values)
