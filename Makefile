@@ -35,7 +35,7 @@ pictures: $(STAMP) ## Make the pictures of the documentation: pages, boards, the
 cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its leading node, and goes on
 	$(BIN)/python -m tests.integration.slurm.cluster_demo
 
-generate: $(STAMP) ## Write all that is made from the code: rules, boards, reference pages, example configuration
+generate: $(STAMP) ## Write all that is made from the code: reference pages, example configuration; put boards in order
 	$(BIN)/python -m tests.generate
 
 lock: $(STAMP) ## Pin what is installed on nodes and what builds it, with hashes, under deploy/requirements; UPGRADE=1: the newest

@@ -1,1 +1,1 @@
-"""Grafana dashboards as code: one builder per board, the generated JSON beside it."""
+"""Grafana boards, as the JSON that Grafana exports, and Prometheus' alerts."""

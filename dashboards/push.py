@@ -11,14 +11,12 @@ from typing import Any, Literal
 from grafana_client.api import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError, GrafanaUnauthorizedError
 
-from opsd.dashboards.build import rendered
+from opsd.dashboards.boards import NAMES, OF_GRAFANA, text_of
 
 FOLDER_UID, FOLDER_TITLE = "opsd", "opsd"
 OLDEST = 11
 """The oldest Grafana that reads schema 42, the boards' version."""
 TIMEOUT_S = 10.0
-_OF_GRAFANA = ("id", "version")
-"""Fields that Grafana adds to a board."""
 
 Change = Literal["new", "changed", "same"]
 
@@ -51,8 +49,8 @@ class Grafana:
         self._check_version()
         if not self._has_folder() and not dry_run:
             self._call(self._api.folder.create_folder, FOLDER_TITLE, FOLDER_UID)
-        for _, text in rendered():
-            board = json.loads(text)
+        for name in NAMES:
+            board = json.loads(text_of(name))
             pushed = self._compare(board)
             if pushed.change != "same" and not dry_run:
                 body = {
@@ -81,7 +79,7 @@ class Grafana:
         found = self._find(self._api.dashboard.get_dashboard, uid)
         if found is None:
             return Pushed(uid, "new")
-        there = {key: value for key, value in found["dashboard"].items() if key not in _OF_GRAFANA}
+        there = {key: value for key, value in found["dashboard"].items() if key not in OF_GRAFANA}
         if there == board and found["meta"].get("folderUid") == FOLDER_UID:
             return Pushed(uid, "same")
         lines = unified_diff(_lines(there), _lines(board), f"{uid} in Grafana", f"{uid} here", n=1, lineterm="")

@@ -4,42 +4,56 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import click
 
 from opsd import exitcodes, pip_install
-from opsd.commands import checkout
 from opsd.commands.options import Group, option
 from opsd.commands.settings import BadConfig
+from opsd.dashboards.boards import NAMES, text_of
+
+_FOLDER = option(
+    "--out",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder from which Grafana's provisioning reads boards.",
+)
 
 
 @click.group(cls=Group)
 def dashboards() -> None:
-    """Build the Grafana boards, check that the JSON is current, or write them into a Grafana."""
+    """Write the Grafana boards into a folder, check that they are current, or write them into a Grafana."""
 
 
 @dashboards.command()
-@option("--out", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder instead of the checkout's.")
-def build(folder: Path | None) -> None:
+@_FOLDER
+def build(folder: Path) -> None:
     """Write the boards' JSON, one file a board, for Grafana's provisioning."""
-    target = checkout.folder("dashboards", folder)
     try:
-        changed = builder().write(target)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in (outdated := _outdated(folder)).items():
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise click.ClickException(f"{target} cannot be written: {error.strerror}; name a folder with --out") from error
-    click.echo("\n".join(f"wrote {path}" for path in changed) or "every board is current")
+        raise click.ClickException(f"{folder} cannot be written: {error.strerror}; name another with --out") from error
+    click.echo("\n".join(f"wrote {path}" for path in outdated) or "every board is current")
 
 
 @dashboards.command()
-def check() -> None:
-    """Exit with 1 if a board's JSON differs from what its builder makes."""
-    outdated = builder().outdated()
+@_FOLDER
+def check(folder: Path) -> None:
+    """Exit with 1 if a file differs from what `opsd dashboards build` would write."""
+    outdated = _outdated(folder)
     for path in outdated:
-        click.echo(f"{path} is not current; run: opsd dashboards build", err=True)
+        click.echo(f"{path} is not current; run: opsd dashboards build --out {folder}", err=True)
     sys.exit(exitcodes.FAILED if outdated else exitcodes.OK)
+
+
+def _outdated(folder: Path) -> dict[Path, str]:
+    """Files that are missing or differ, with what should stand there."""
+    files = {folder / f"{name}.json": text_of(name) for name in NAMES}
+    return {path: text for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text}
 
 
 @dashboards.command()
@@ -52,9 +66,10 @@ def push(url: str, token_file: Path | None, dry_run: bool) -> None:
     The token is one of a service account with the role Editor. Exits with 1 if Grafana does not take them.
     """
     token = _token(token_file)
-    builder()
-    from opsd.dashboards.push import Grafana, PushError
-
+    try:
+        from opsd.dashboards.push import Grafana, PushError
+    except ImportError as error:
+        raise click.ClickException(f"{error}; install Grafana's client: {pip_install('dashboards')}") from error
     try:
         for pushed in Grafana(url, token).push(dry_run=dry_run):
             click.echo(f"{pushed.uid}: {pushed.change}")
@@ -74,11 +89,3 @@ def _token(file: Path | None) -> str:
     if not token or not token.isascii() or not token.isprintable():
         raise BadConfig(f"{file or 'GRAFANA_TOKEN'} holds no token; name a file with --token-file or set GRAFANA_TOKEN")
     return token
-
-
-def builder(module: str = "opsd.dashboards.build") -> ModuleType:
-    """The module that builds boards, or rules. Raises click.ClickException if their libraries are not installed."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise click.ClickException(f"{error}; install the boards' libraries: {pip_install('dashboards')}") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from opsd.commands.checkout import ROOT
+from tests.fakes.tree import ROOT
 
 NODE = "n1"
 SCRIPT = Path(__file__).with_suffix(".sh")

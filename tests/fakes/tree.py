@@ -1,9 +1,11 @@
-"""Small trees of files that stand for sysfs or procfs."""
+"""The checkout, and small trees of files that stand for sysfs or procfs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 def write_tree(root: Path, files: Mapping[str, str | int]) -> Path:

@@ -13,8 +13,8 @@ from opsd.checkpoints.claims import Claim, create
 from opsd.rank_page import RankPage, read_page, write_request
 from tests.fakes.adapter_ranks import tokens_of_ranks
 from tests.fakes.clock import until
+from tests.fakes.tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
 PROGRAM = ROOT / "tests" / "fakes" / "torchtitan_cpu.py"
 pytestmark = [

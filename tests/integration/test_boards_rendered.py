@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("yaml")
-pytest.importorskip("grafana_foundation_sdk")
 
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.world import StackError

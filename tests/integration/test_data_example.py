@@ -14,8 +14,8 @@ from opsd.trainer.data.shards import read_index
 from opsd.trainer.data.sources import open_sources
 from opsd.trainer.data.tokenize import train_tokenizer
 from opsd.trainer.data_settings import DataSettings, StageSettings
+from tests.fakes.tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-data/bin/python"
 pytestmark = [
     pytest.mark.long,

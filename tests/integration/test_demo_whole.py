@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.journal import Journal
-from opsd.commands.checkout import ROOT
 from tests.fakes.recorded import CHANGES, compared, incidents_of, play, read
+from tests.fakes.recorded import CHANGES, differences, incidents_of, play, read
+from tests.fakes.tree import ROOT
 
 SEEDS = 6
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from opsd import __version__
+from tests.fakes.tree import ROOT
 
 # deploy/install: a node gets opsd, keeps its settings when upgraded, and is rid of it again.
 
@@ -433,8 +434,6 @@ def test_rpm_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) -> 
 
 # deploy/container: an image is built on a bare Debian, and its agent answers as an ordinary user.
 
-
-ROOT = Path(__file__).parents[2]
 
 FILE = ROOT / "deploy/container/Containerfile"
 

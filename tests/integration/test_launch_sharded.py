@@ -17,9 +17,9 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from opsd.commands.checkout import ROOT
 from opsd.rank_page import read_page
 from tests.fakes.launched import Launched
+from tests.fakes.tree import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.commands.checkout import ROOT
+from tests.fakes.tree import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

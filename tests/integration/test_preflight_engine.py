@@ -25,14 +25,12 @@ from opsd.settings.sections import PreflightSettings
 from tests.fakes import preflight_checks as fake
 from tests.fakes.clock import eventually
 from tests.fakes.preflight_node import with_gpu
+from tests.fakes.tree import ROOT
 
 pytest.importorskip("torch")
 
 
 # The engine with real child processes: checks that answer, misbehave, hang, and are interrupted.
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.tree import ROOT
 from tests.fakes.tutorial import Shell, play
 from tests.integration.slurm.cluster import Cluster, missing
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 

@@ -16,10 +16,10 @@ from markdown_it import MarkdownIt
 
 from opsd import DISTRIBUTION, __version__, exitcodes
 from opsd.commands.main import CHECKOUT_ONLY, COMMANDS
+from tests.fakes.tree import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 OTHERS = ("trainer.py", "dashboards.py", "runbooks.py", "collectors/__init__.py", "deploy/__init__.py")
 """Names that the folders of the repository have as well."""
 NAMED = DISTRIBUTION.replace("-", "_")

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from opsd.commands.checkout import ROOT
 from opsd.trainer.data.shards import TOKENIZER, Framing
 from opsd.trainer.data.tokenize import load_tokenizer
 from opsd.trainer.evaluate import Model
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.weights import config_in, fill
 from opsd.trainer.model import Decoder
+from tests.fakes.tree import ROOT
 
 FOLDER = ROOT / "tests" / "outside" / "lm_eval"
 DOCUMENTS, LENGTH = 3, 512

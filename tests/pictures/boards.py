@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from PIL import Image
 
-from opsd.dashboards.build import BOARDS, FOLDER
+from opsd.dashboards.boards import NAMES, text_of
 from opsd.stack.world import get
 from tests.pictures.browser import PictureError, Scheme, take, title
 from tests.pictures.pages import smaller
@@ -85,11 +85,8 @@ class Shot:
 
     def board(self) -> dict[str, Any]:
         """The board's JSON, as it is shipped."""
-        loaded: dict[str, Any] = json.loads((FOLDER / f"{self.name}.json").read_text())
+        loaded: dict[str, Any] = json.loads(text_of(self.name))
         return loaded
-
-
-NAMES: Final = tuple(module.__name__.rpartition(".")[2] for module in BOARDS)
 
 
 def panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from opsd.commands.checkout import ROOT
+from tests.fakes.tree import ROOT
 from tests.pictures.browser import PictureError, take
 from tests.pictures.pages import smaller
 

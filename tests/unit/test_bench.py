@@ -23,6 +23,7 @@ from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import Scenario, ScenarioError
 from opsd.scenarios.player import Hit, ScenarioResult, judge, play
 from opsd.simulate.faults import Effect
+from tests.fakes.tree import ROOT
 from tests.integration.slurm.lifelike import EVERY, LAST_S, STEP_S, Strike, draw, simulated
 from tests.integration.slurm.lifelike_times import fitted
 from tests.integration.slurm.sequences import ACTIVE, KINDS, MOST
@@ -240,8 +241,6 @@ def test_sequences_differ_and_come_again() -> None:
 
 # The comparison with other monitors finds their patterns and lines, and each silence has a reason.
 
-
-ROOT = Path(__file__).parents[2]
 
 CODE = """package x
 

@@ -200,7 +200,7 @@ def exported() -> Iterator[str]:
 
 def unread() -> set[str]:
     judged = text_of(Path(runbooks.__file__).parent, "**/*.py")
-    shown = text_of(Path(dashboards.__file__).parent, "*.py")
+    shown = text_of(Path(dashboards.__file__).parent, "*.json")
     alerted = text_of(FOLDER, "*.yml")
     return set(exported()) - read_by(judged) - read_by(shown) - read_by(alerted)
 

@@ -20,10 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.commands.checkout import ROOT, folder
 from opsd.commands.main import COMMANDS, GROUPS, cli
 from opsd.commands.options import Finite, SectionedCommand
-from opsd.commands.settings import BadConfig
 from opsd.progress import PLAIN_S, Lines, shown, tracked
 from opsd.words import ranges
 
@@ -293,17 +291,6 @@ def test_digits_that_are_no_number_of_ranks(value: str) -> None:
     """A superscript is a digit to Python, and no number."""
     done = CliRunner().invoke(cli, ["launch", f"--nproc-per-node={value}", "t.py"])
     assert (done.exit_code, "is not a number of ranks" in done.output) == (exitcodes.USAGE, True), done.output
-
-
-# Generated files never end up among installed modules.
-
-
-def test_files_go_into_the_checkout_or_where_the_user_says(tmp_path: Path) -> None:
-    """Without a checkout the user must say it."""
-    assert folder("docs", None) == ROOT / "docs"
-    assert folder("docs", tmp_path, root=tmp_path) == tmp_path
-    with pytest.raises(BadConfig, match="name a folder with --out"):
-        folder("docs", None, root=tmp_path)
 
 
 # Numbers as people read them.

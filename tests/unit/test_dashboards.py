@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
-
-import pytest
-
-from opsd.collectors.base import Metric
-
-pytest.importorskip("grafana_foundation_sdk")
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from opsd.collectors.base import Metric
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import rules
-from opsd.dashboards.build import rendered
+from opsd.dashboards.boards import NAMES, OF_GRAFANA, in_order, text_of
 from opsd.preflight.view import openmetrics
 from tests.fakes.preflight_reports import GEMM, report
 
@@ -31,7 +26,7 @@ from tests.fakes.grafana import TOKEN, FakeGrafana
 # The boards: current, described, and about series that opsd really exports.
 
 
-BOARDS = [pytest.param(json.loads(text), id=path.stem) for path, text in rendered()]
+BOARDS = [pytest.param(json.loads(text_of(name)), id=name) for name in NAMES]
 
 COUNTING = ("counter", "untyped")
 
@@ -101,9 +96,66 @@ def test_a_board_can_be_narrowed_down(board: dict[str, Any]) -> None:
         assert set(re.findall(r"\$(\w+)", expression)) - {"__rate_interval"} <= variables
 
 
+SOFT_TOP = ("percentunit", "cps", "s", "Bps", "binBps")
+"""Units in which Grafana draws values that are all 0 from 0 to 100 unless the axis is given an end."""
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_panels_are_alike(board: dict[str, Any]) -> None:
+    """They ask the chosen data source, do not overlap, and their legends and axes are as in other boards."""
+    places = set()
+    for panel in panels(board):
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        if panel in board["panels"]:  # those of a closed row have no place yet
+            assert not cells & places and at["x"] + at["w"] <= 24, panel["title"]
+            places |= cells
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
+        defaults, options = panel["fieldConfig"]["defaults"], panel["options"]
+        if panel["type"] == "stat":
+            assert options["reduceOptions"]["calcs"] == ["lastNotNull"] and defaults["noValue"], panel["title"]
+        if panel["type"] == "timeseries":
+            side = ("list", "bottom") if at["w"] < 12 else ("table", "right")
+            assert (options["legend"]["displayMode"], options["legend"]["placement"]) == side, panel["title"]
+            custom = defaults["custom"]
+            needs_end = defaults["unit"] in SOFT_TOP and "axisSoftMin" in custom
+            assert not needs_end or "axisSoftMax" in custom, panel["title"]
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_a_board_shows_incidents_and_what_agents_wrote(board: dict[str, Any]) -> None:
+    """As marks in its graphs."""
+    wrote, opened = board["annotations"]["list"]
+    assert (wrote["name"], wrote["target"]["tags"]) == ("what agents wrote", ["opsd"])
+    assert (opened["name"], opened["expr"].partition("{")[0]) == ("incidents", "increase(opsd_incidents_opened_total")
+    assert (board["refresh"], board["timezone"], board["tags"]) == ("10s", "browser", ["opsd"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_grafana_exports_is_brought_into_order(name: str) -> None:
+    """Its numbers of boards and versions go, nobody can edit the shared one, and keys are sorted."""
+    board = json.loads(text_of(name)) | dict.fromkeys(OF_GRAFANA, 7) | {"editable": True}
+    assert in_order(json.dumps(dict(reversed(board.items())))) == text_of(name)
+
+
+def test_boards_are_written_and_checked(tmp_path: Path) -> None:
+    """For Grafana's provisioning; what somebody has changed there is named."""
+    folder = tmp_path / "boards"
+    arguments = ["--out", str(folder)]
+    built = CliRunner().invoke(cli, ["dashboards", "build", *arguments])
+    assert built.output.splitlines() == [f"wrote {folder / name}.json" for name in NAMES]
+    assert CliRunner().invoke(cli, ["dashboards", "check", *arguments]).exit_code == 0
+    (folder / "job.json").write_text("{}")
+    changed = CliRunner().invoke(cli, ["dashboards", "check", *arguments])
+    assert (changed.exit_code, changed.output.count("is not current")) == (1, 1)
+    again = CliRunner().invoke(cli, ["dashboards", "build", *arguments])
+    assert again.output == f"wrote {folder / 'job.json'}\n"
+    assert CliRunner().invoke(cli, ["dashboards", "build", "--out", "/dev/null/boards"]).exit_code == 1
+
+
 def test_boards_can_be_told_apart() -> None:
     """A uid of their own that never changes, and a link to the others."""
-    boards = [json.loads(text) for _, text in rendered()]
+    boards = [json.loads(text_of(name)) for name in NAMES]
     assert [board["uid"] for board in boards] == [
         "opsd-cluster", "opsd-job", "opsd-node", "opsd-goodput", "opsd-incidents", "opsd-training",
         "opsd-preflight",
@@ -113,7 +165,7 @@ def test_boards_can_be_told_apart() -> None:
 
 def test_links_of_tables_lead_somewhere() -> None:
     """Each is in a column that its table has, and names boards that exist and labels that the rows have."""
-    boards = [json.loads(text) for _, text in rendered()]
+    boards = [json.loads(text_of(name)) for name in NAMES]
     tables = [panel for board in boards for panel in panels(board) if panel["type"] == "table"]
     urls = []
     for panel in tables:

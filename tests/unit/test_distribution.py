@@ -27,11 +27,10 @@ import opsd
 from opsd import DISTRIBUTION, exitcodes, pip_install
 from opsd.commands.main import cli
 from opsd.own_packages import is_module_of_opsd, prefer_own_packages
+from tests.fakes.tree import ROOT
 
 # opsd is installed under a name that is its own: in every hint and page, and on the package index.
 
-
-ROOT = Path(__file__).parents[2]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

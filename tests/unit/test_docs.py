@@ -15,11 +15,10 @@ from markdown_it.token import Token
 from opsd.launch.run.launchers import DEFAULT_PORT, default_port
 from opsd.preflight.network import rendezvous
 from opsd.settings.sections import AgentSettings, PreflightSettings
+from tests.fakes.tree import ROOT
 
 # Links of README, CONTRIBUTING, ARCHITECTURE and docs/ lead to files and headings that exist.
 
-
-ROOT = Path(__file__).parents[2]
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 

@@ -14,11 +14,11 @@ import pytest
 
 from opsd import durable
 from opsd.checkpoints.claims import put
-from opsd.commands.checkout import ROOT
 from opsd.durable import draft_of
 from opsd.inodes import look, open_beside, open_folder
 from tests.fakes.faults import Faults, calls
 from tests.fakes.fuse import FUSE, silent_mount
+from tests.fakes.tree import ROOT
 
 # Files are replaced whole or not at all, and errors name them.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("yaml")
-pytest.importorskip("grafana_foundation_sdk")
 import re
 import shutil
 import subprocess

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from opsd.commands.checkout import ROOT
 from opsd.launch.observe.imports import when_imported
+from tests.fakes.tree import ROOT
 
 # A standby carries out the imports that the program's top level begins with, as the program would, and no others.
 

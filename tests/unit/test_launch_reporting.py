@@ -26,6 +26,7 @@ from opsd.launch.run.closing import resume_command
 from opsd.launch.run.notices import RESTART_S, STUCK_S, Notices, Sender
 from tests.fakes.clock import until
 from tests.fakes.events import EVENTS
+from tests.fakes.tree import ROOT
 from tests.fakes.webhook import Webhook
 
 # What the launcher says and writes never holds it up.
@@ -420,8 +421,6 @@ def test_nested_error_file_is_none(tmp_path: Path) -> None:
 
 # Whoever writes an event builds its fields by the class of its name, so that schema and documentation are true.
 
-
-ROOT = Path(__file__).parents[2]
 
 BY_VERB = {"checkpoint_uploaded", "checkpoint_fetched", "checkpoint_upload_failed", "checkpoint_fetch_failed"}
 

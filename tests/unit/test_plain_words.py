@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.tree import ROOT
 from tests.plain import MOST_WORDS, hard, judged, sentences
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/research").glob("*.md")])
 PACKAGES = sorted(path for path in (ROOT / "opsd").iterdir() if (path / "__init__.py").is_file())
 PAGE_LIMIT, GUIDES_LIMIT, PACKAGE_LIMIT = 0.08, 0.05, 0.03

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from opsd.client import PAGE_BYTES, PHASES, RING_STEPS, SOURCES, Reporter, events_path
 from opsd.collectors.ranks import RanksCollector
-from opsd.commands.checkout import ROOT
 from opsd.launch.ranks.ranks import usable_pages
 from opsd.rank_page import PageError, RankPage, process_state, read_page, write_request
 from tests.fakes.run_folder import ranks, read, values, write_run
+from tests.fakes.tree import ROOT
 
 # The rank page: what a rank writes is what others read, whatever happens to either side.
 

@@ -447,7 +447,7 @@ def test_a_small_file_must_be_small(tmp_path: Path, folder: int) -> None:
     assert content == b"x" * 100
 
 
-RIGHTS = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+ONLY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
 
 
 # Files that a user names are opened as the kernel would for that user.
@@ -484,7 +484,7 @@ def opens(path: Path | str, flags: int = os.O_RDONLY, rights: Rights = RIGHTS) -
     return True
 
 
-@RIGHTS
+@ONLY_ROOT
 @pytest.mark.parametrize(
     ("mode", "owner", "group", "may"),
     [
@@ -498,7 +498,7 @@ def test_the_mode_decides(rights_top: Path, mode: int, owner: int, group: int, m
     assert opens(rights_top / "file", rights=Rights(0, frozenset()))
 
 
-@RIGHTS
+@ONLY_ROOT
 def test_every_folder_on_the_way_has_to_let_the_user_pass(rights_top: Path) -> None:
     """By whatever path: links, also absolute ones, and dots lead nowhere else."""
     closed = rights_top / "closed"
@@ -515,14 +515,14 @@ def test_every_folder_on_the_way_has_to_let_the_user_pass(rights_top: Path) -> N
     assert not opens(rights_top / "link", os.O_RDONLY | os.O_NOFOLLOW)
 
 
-@RIGHTS
+@ONLY_ROOT
 def test_what_the_agent_has_open_is_no_way_in(rights_top: Path) -> None:
     """Links of /proc are read as text."""
     with put(rights_top / "secret", 0o600).open() as secret:
         assert not opens(f"/proc/self/fd/{secret.fileno()}")
 
 
-@RIGHTS
+@ONLY_ROOT
 @pytest.mark.parametrize(
     ("entries", "may"),
     [
@@ -548,7 +548,7 @@ def test_access_control_lists_decide(rights_top: Path, entries: list[tuple[int, 
     assert opens(path) is may
 
 
-@RIGHTS
+@ONLY_ROOT
 def test_groups_are_those_of_a_process_of_the_user() -> None:
     """Of no other user's."""
     assert groups_of_process(os.getpid(), os.getuid()) >= {os.getgid()}

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.commands.checkout import ROOT
 from opsd.slurm.check import Asked, broken, facts, of_job, of_script
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import JobDetails
 from opsd.slurm.sbatch_script import read_script
 from tests.fakes.slurm import RELEASES, SEPARATOR, RecordedRunner
+from tests.fakes.tree import ROOT
 
 WHOLE = "#SBATCH --no-kill --requeue --open-mode=append --signal=USR1@300"
 NO_KILL, NO_REQUEUE, SCRIPT_ALONE = "#SBATCH --no-kill", "#SBATCH --requeue", "leave out B:"

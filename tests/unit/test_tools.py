@@ -23,6 +23,7 @@ from tests.adversary.soak.verdict import (
 )
 from tests.fakes.fuzzing import FEW, MANY, fuzz
 from tests.fakes.partition import Trace, check_commits, check_steps
+from tests.fakes.tree import ROOT
 from tests.fakes.tutorial import Shell, Step, fits, play, steps
 
 # What the matrix of faults fails for.
@@ -185,8 +186,6 @@ def test_what_the_agent_says_of_itself_is_heard() -> None:
 
 # The fuzz targets: what goes wrong once is tried for ever, and the long tests try what they say.
 
-
-ROOT = Path(__file__).parents[2]
 
 TARGETS = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "tests/fuzz").glob("test_*.py")))
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from opsd.commands.checkout import ROOT
 from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError, Framing
 from opsd.trainer.data.tokenize import load_tokenizer, train_tokenizer
 from opsd.trainer.evaluate import Model, Positions, at_equal_tokens, perplexity, reading, scored, trained_length
@@ -25,6 +24,7 @@ from opsd.trainer.items import Item, Score, accuracies, read_items, standard_err
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
+from tests.fakes.tree import ROOT
 
 # The built-in evaluator: perplexity, cloze, and the comparison with a reference run.
 

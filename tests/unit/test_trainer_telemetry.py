@@ -18,7 +18,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opsd.commands.checkout import ROOT
 from opsd.trainer.attention import Packed, attention_inputs
 from opsd.trainer.config import Config, load
 from opsd.trainer.counts import flops_per_token, parameters
@@ -33,6 +32,7 @@ from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.telemetry import LoadsLog, StepLines
 from opsd.trainer.train import COLLECT_EVERY, Collections
 from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import ROOT
 
 # A training step reads the device once. Its collectives, copies, graph breaks and collections are counted too.
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opsd.commands.checkout import ROOT
 from tests.adversary.soak.observe import Observed, total
+from tests.fakes.tree import ROOT
 
 BLOCKS = 10
 STUDENT = 2.306

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from opsd.commands.checkout import ROOT
 from opsd.slurm.port import Version
 from opsd.slurm.runner import Output, Runner, run_command
 from tests.fakes.clock import eventually
+from tests.fakes.tree import ROOT
 from tests.integration.slurm.accounting import SETTINGS as ACCOUNTED
 from tests.integration.slurm.accounting import Accounting
 from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from opsd.collectors.lib.processes import MAJOR
-from opsd.commands.checkout import ROOT
 from opsd.repair.case_file import CaseFile
 from opsd.repair.repair_plan import Case
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
+from tests.fakes.tree import ROOT
 from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until
 from tests.integration.slurm.machine_room import MachineRoom
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opsd.commands.checkout import ROOT
 from opsd.demo.scene import copy_text
+from tests.fakes.tree import ROOT
 from tests.integration.slurm.cluster import Cluster, wait_until
 from tests.integration.slurm.templates import USER, adapted
 
