@@ -22,7 +22,7 @@ from opsd.collectors.lib.clock import ClockState, read_clock
 from opsd.collectors.lib.pci import LABELS as BUS_LABELS
 from opsd.collectors.lib.pci import METRICS as BUS_METRICS
 from opsd.collectors.lib.pci import GpuBus
-from opsd.collectors.lib.storage.mounts import mount_of, read_mounts, way_to
+from opsd.collectors.lib.storage import mount_of, read_mounts, way_to
 from opsd.settings.sections import AnyPath, CollectorSettings
 
 _NUMA_NODES: Final = Path("devices/system/node")

@@ -14,9 +14,9 @@ from typing import Final
 
 from opsd.collectors.base import Collector, Context, Plugin, Reading, Sample
 from opsd.collectors.host import HostSettings
+from opsd.collectors.lib import storage as series
 from opsd.collectors.lib.processes import read_kernel_text
-from opsd.collectors.lib.storage import series
-from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, parse_mountstats, read_mounts, storage_mounts, way_to
+from opsd.collectors.lib.storage import MAX_MOUNTS, Mount, parse_mountstats, read_mounts, storage_mounts, way_to
 from opsd.collectors.ranks import RanksCollector
 from opsd.settings.sections import CollectorSettings
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import Field
 
 from opsd.collectors.base import NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.storage import series
-from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, read_mounts, storage_mounts, way_to
+from opsd.collectors.lib import storage as series
+from opsd.collectors.lib.storage import MAX_MOUNTS, Mount, read_mounts, storage_mounts, way_to
 from opsd.settings.sections import CollectorSettings
 
 

@@ -12,8 +12,7 @@ from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import RunRunbook, notify_run
 from opsd.runbooks.lib.runs import leaders, live_ranks, rank_of, run_finding, run_recovered, step_seconds
-from opsd.runbooks.lib.signals import integer, number, spread, text
-from opsd.runbooks.lib.trends import Point, by_step, condensed, due, thirds, trend
+from opsd.runbooks.lib.signals import Point, by_step, condensed, due, integer, number, spread, text, thirds, trend
 
 WAIT, STEP = "opsd_rank_phase_seconds_total", "opsd_rank_step"
 LEAST_S = 120.0

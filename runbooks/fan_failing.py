@@ -11,7 +11,7 @@ from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, job_evidence, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.trends import Trend, blocks, thirds, trend
+from opsd.runbooks.lib.signals import Trend, blocks, thirds, trend
 
 TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 MARGIN = "opsd_gpu_temperature_margin_celsius"

@@ -9,8 +9,7 @@ from opsd.runbooks.base import Finding, Incident, Series, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
 from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, newest, told
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import growth, number, text
-from opsd.runbooks.lib.trends import each_minute, hours_until
+from opsd.runbooks.lib.signals import each_minute, growth, hours_until, number, text
 
 WINDOW_S = 600.0
 LEAST_A_MINUTE = 5.0

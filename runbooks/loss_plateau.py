@@ -12,8 +12,7 @@ from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import healed_by, live_leaders, run_finding
-from opsd.runbooks.lib.signals import counted, number
-from opsd.runbooks.lib.trends import SURE, WINDOW_S, by_step, condensed, due, thirds, trend
+from opsd.runbooks.lib.signals import SURE, WINDOW_S, by_step, condensed, counted, due, number, thirds, trend
 from opsd.runbooks.loss_rising import fell_below_limit
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"

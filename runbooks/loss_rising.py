@@ -10,8 +10,7 @@ from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import healed_by, live_leaders, live_ranks, run_finding
-from opsd.runbooks.lib.signals import counted, number
-from opsd.runbooks.lib.trends import Trend, by_step, condensed, due, thirds, trend
+from opsd.runbooks.lib.signals import Trend, by_step, condensed, counted, due, number, thirds, trend
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
 LOOK_EVERY_S = 10.0

@@ -10,8 +10,7 @@ from opsd.runbooks import nic_failed
 from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import grouped, growth, said, text
-from opsd.runbooks.lib.trends import due, each_minute, hours_until
+from opsd.runbooks.lib.signals import due, each_minute, grouped, growth, hours_until, said, text
 
 ERRORS = "opsd_ib_errors_total"
 

@@ -26,8 +26,7 @@ from opsd import durable
 from opsd.checkpoints.remote import without_user
 from opsd.files import read_settings
 from opsd.trainer.data_settings import DataSettings, Shape
-from opsd.trainer.model_problems import model_problem
-from opsd.trainer.model_settings import ModelSettings, Section
+from opsd.trainer.model_settings import ModelSettings, Section, model_problem
 from opsd.trainer.settings import (
     CheckpointSettings,
     EvaluationSettings,

@@ -1,28 +1,72 @@
-"""Mixture of experts: a router sends each token to a few of a layer's feed-forward networks.
+"""Feed-forward layers: dense ones, and mixtures of experts.
 
-No token is dropped: the products are as large as the router makes them. Two losses act on the routers, and their biases
-can be moved instead (DeepSeek-V3, arXiv 2412.19437, 2.1.2). The losses reach the gradients where they arise, so that
-they need no way through layers and pipeline stages; ``Routing`` measures them.
-
-With expert parallelism each rank of a group has some of a layer's experts, and tokens go to where theirs are: GShard
-(arXiv 2006.16668) without capacities.
+A rank's own part of a parameter that is split or copied over the ranks that share a layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from opsd.trainer.attention import Context
-from opsd.trainer.feed_forward import ACTIVATIONS, FeedForward
-from opsd.trainer.local import local
 from opsd.trainer.model_settings import ModelSettings
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``parameter``, to be used with the tokens of all ranks that share a layer.
+
+    Of what each of them holds whole, the gradients are parts that have to be added.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
+
+
+# Feed-forward networks: gated linear units (arXiv 2002.05202).
+
+
+ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class FeedForward(nn.Module):
+    """A gated linear unit with ``ffn`` channels."""
+
+    def __init__(self, settings: ModelSettings, ffn: int) -> None:
+        super().__init__()
+        width, bias = settings.width, settings.ffn_bias
+        self.gate = nn.Linear(width, ffn, bias=bias)
+        self.up = nn.Linear(width, ffn, bias=bias)
+        self.down = nn.Linear(ffn, width, bias=bias)
+        self.activation = ACTIVATIONS[settings.activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [.., width] to the same shape."""
+        y: torch.Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        return y
+
+
+# Mixture of experts: a router sends each token to a few of a layer's feed-forward networks.
+#
+# No token is dropped: the products are as large as the router makes them. Two losses act on the routers, and their
+# biases can be moved instead (DeepSeek-V3, arXiv 2412.19437, 2.1.2). The losses reach the gradients where they
+# arise, so that they need no way through layers and pipeline stages; ``Routing`` measures them.
+#
+# With expert parallelism each rank of a group has some of a layer's experts, and tokens go to where theirs are:
+# GShard (arXiv 2006.16668) without capacities.
+
 
 BALANCE, Z, ENTROPY, LOADS = range(4)
 """Columns of ``Routing.measured``; the loads of all experts begin at the last."""

@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opsd.trainer.attention import AttentionInputs, Cache, Context, attend, attention_inputs
-from opsd.trainer.documents import within_documents
-from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
-from opsd.trainer.feed_forward import FeedForward
-from opsd.trainer.latent_attention import LatentAttention
-from opsd.trainer.local import local
+from opsd.trainer.attention import (
+    AttentionInputs,
+    Cache,
+    Context,
+    LatentAttention,
+    attend,
+    attention_inputs,
+    within_documents,
+)
+from opsd.trainer.experts import Experts, FeedForward, MixtureOfExperts, Routing, local
 from opsd.trainer.loss import LossTerms, linear_loss
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 from opsd.trainer.recurrent import DRAWS, GatedDeltaNet, Mamba

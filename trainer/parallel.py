@@ -29,10 +29,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from opsd import pip_install
-from opsd.trainer.attention import FAST_KERNELS
+from opsd.trainer.attention import FAST_KERNELS, LatentAttention
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.experts import GroupedLinear, Networks
-from opsd.trainer.latent_attention import LatentAttention
 from opsd.trainer.loss import linear_loss, part_loss
 from opsd.trainer.model import Block, Decoder
 from opsd.trainer.recurrent import Mamba, Recurrent

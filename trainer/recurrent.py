@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from opsd.trainer.attention import AttentionInputs
-from opsd.trainer.local import local
+from opsd.trainer.experts import local
 from opsd.trainer.model_settings import ModelSettings
 
 CHUNK: Final = 64

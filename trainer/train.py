@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from opsd.client import Reporter
 from opsd.events import UpdateSkipped
-from opsd.trainer.accumulate import accumulator, micro_batches
+from opsd.trainer.accumulate import accumulator, gpu_clock, micro_batches
 from opsd.trainer.checkpoint import training_state
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.loader import Loader
@@ -27,7 +27,6 @@ from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.data_settings import Shape
 from opsd.trainer.evaluations import demand_sets
 from opsd.trainer.experts import routing_figures
-from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_device, demand_libraries
 from opsd.trainer.replay import Repeatable, Replay

@@ -21,8 +21,7 @@ import numpy.typing as npt
 import psutil
 
 from opsd.trainer.config import MIXTURES
-from opsd.trainer.data.mixture import Mixture
-from opsd.trainer.data.stages import Stage
+from opsd.trainer.data.mixture import Mixture, Stage
 
 BATCH = 576
 """SmolLM3's global batch in sequences."""

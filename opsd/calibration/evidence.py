@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from opsd.plan.figures import Figure
+from opsd.plan.hardware import Figure
 
 STALE_DAYS: Final = 180
 """Drivers, firmware and cables change within half a year."""

@@ -14,8 +14,8 @@ from typing import Any, Final
 from opsd.calibration import bench, outages, preflights, runs
 from opsd.calibration.evidence import Evidence, NotUsable, TooLittle, checked, figures
 from opsd.ledger.records import EVENTS, METRICS
+from opsd.plan.forecast import Habits
 from opsd.plan.hardware import Hardware
-from opsd.plan.reliability import Habits
 from opsd.preflight.command import HISTORY
 from opsd.report.run import RunReport
 

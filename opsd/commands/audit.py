@@ -69,7 +69,7 @@ def batches(
         opsd audit batches first.pt --rows train.jsonl --tokenizer checkpoints/base
     """
     os.environ["OPSD_AUDIT"] = "off"
-    from opsd.posttrain.dumps import DumpError
+    from opsd.posttrain.audit import DumpError
 
     try:
         report = _audited(batches, rows, tokenizer, model, evaluation, cast("Expected", loss), max_length)
@@ -95,18 +95,17 @@ def _audited(
 ) -> Report:
     from transformers import AutoTokenizer
 
-    from opsd.posttrain import dumps
-    from opsd.posttrain.audit import audit, audit_overlap
+    from opsd.posttrain.audit import DumpError, audit, audit_overlap, groups_of, read_batches, read_rows
     from opsd.posttrain.batches import Words
 
-    found, raw = dumps.read_batches(batches), dumps.read_rows(rows)
+    found, raw = read_batches(batches), read_rows(rows)
     try:
         words = Words.of(AutoTokenizer.from_pretrained(tokenizer, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise dumps.DumpError(f"{tokenizer} has no tokenizer that transformers can read: {error}") from error
-    report = audit(dumps.groups_of(found, raw), words, expected=loss, longest=max_length)
+        raise DumpError(f"{tokenizer} has no tokenizer that transformers can read: {error}") from error
+    report = audit(groups_of(found, raw), words, expected=loss, longest=max_length)
     if evaluation is not None:
-        audit_overlap(raw, dumps.read_rows(evaluation), report)
+        audit_overlap(raw, read_rows(evaluation), report)
     if model is not None:
         from transformers import AutoModelForCausalLM
 

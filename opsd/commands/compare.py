@@ -11,7 +11,7 @@ from opsd import exitcodes
 from opsd.commands.options import option
 from opsd.commands.output import written
 from opsd.commands.report import find_run, price_of
-from opsd.report.compare import compare_page, compare_text, losses_part
+from opsd.report.page import compare_page, compare_text, losses_part
 
 
 @click.command()

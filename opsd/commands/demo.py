@@ -22,11 +22,20 @@ from rich.live import Live
 from opsd import exitcodes, pip_install
 from opsd.commands.ledger import ledger_table
 from opsd.commands.options import option
-from opsd.demo import report
 from opsd.demo.faults import FAULTS, Director, FaultTargets
-from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, copy_text, open_scene, prepare_gpus
-from opsd.demo.view import View
-from opsd.demo.world import RunObserver, RunSnapshot, waited_s
+from opsd.demo.scene import (
+    TEXT_BYTES,
+    DemoError,
+    Gpus,
+    RunObserver,
+    RunSnapshot,
+    Scene,
+    copy_text,
+    open_scene,
+    prepare_gpus,
+    waited_s,
+)
+from opsd.demo.view import View, alarms, as_json, differing_steps, faults_table, losses, stories, verdict
 from opsd.ledger.ledger import read_ledger
 
 TICK_S = 0.2
@@ -103,7 +112,7 @@ class Demo:
         view.stage = f"1 of 2: {len(faults)} faults, one after the other"
         last = self._run("disturbed", ENDLESS, gpus, view, agent, director)
         self.recorder.print(view.render(last, last.wall - self.began))
-        disturbed = report.losses(self.scene.folder / "disturbed" / "metrics.jsonl")
+        disturbed = losses(self.scene.folder / "disturbed" / "metrics.jsonl")
 
         self.scene.begin("undisturbed")
         gpus, agent = Gpus.create(self.scene), self.scene.start_agent()
@@ -186,16 +195,16 @@ class Demo:
         target: TextIO | None,
     ) -> bool:  # fmt: skip
         scene, console = self.scene, self.console
-        undisturbed = report.losses(scene.folder / "undisturbed" / "metrics.jsonl")
-        differing = report.differing_steps(undisturbed, disturbed)
+        undisturbed = losses(scene.folder / "undisturbed" / "metrics.jsonl")
+        differing = differing_steps(undisturbed, disturbed)
         ledger = read_ledger(scene.folder / "disturbed")
         missing = [fault.title for fault in director.faults[len(director.trials) :]]
-        seen = report.alarms(found, self._waited)
+        seen = alarms(found, self._waited)
         for output in (console, self.recorder):
             output.print()
-            output.print(report.faults_table(director.trials))
+            output.print(faults_table(director.trials))
             output.print(ledger_table(ledger))
-            for line in report.stories(director.trials):
+            for line in stories(director.trials):
                 output.print(line, highlight=False)
         if why:
             left_out = ", ".join(fault.title for fault in FAULTS if fault.simulated)
@@ -205,7 +214,7 @@ class Demo:
             console.print(f"opsd noticed: {seen.starved}; {waited}", markup=False)
         if seen.elsewhere:
             console.print(f"opsd noticed, of this machine and not of the run: {seen.elsewhere}", markup=False)
-        for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, seen.false):
+        for line in verdict(director.trials, missing, differing, undisturbed, disturbed, seen.false):
             console.print(line)
             self.recorder.print(line)
         passed = not differing and not missing and not seen.false and all(t.passed for t in director.trials)
@@ -217,7 +226,7 @@ class Demo:
         if self.picture is not None:
             self.recorder.save_svg(str(self.picture), title="opsd demo")
         if target is not None:
-            result = report.as_json(
+            result = as_json(
                 director.trials, equal=not differing, steps=len(disturbed), ledger=ledger.as_dict(), simulated=not why
             )
             target.write(json.dumps(result, indent=1) + "\n")

@@ -17,8 +17,7 @@ from opsd.agent.diagnosis import AS_BEFORE, Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import RankFact
 from opsd.collectors.lib.gpu_owners import GpuOwners
-from opsd.collectors.lib.nccl.desync import evidence, judge
-from opsd.collectors.lib.nccl.flight_recorder import DumpError, read_dumps
+from opsd.collectors.lib.nccl.desync import DumpError, evidence, judge, read_dumps
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import option

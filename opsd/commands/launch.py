@@ -40,8 +40,8 @@ from opsd.launch.io.reporting import EventLog, flush_all, print_message
 from opsd.launch.ranks.process import become_subreaper, has_own_proc
 from opsd.launch.ranks.settings import Program, ProgramNotFound, Settings, too_few_gpus
 from opsd.launch.ranks.workers import RankStarter
+from opsd.launch.run.announcer import LAST_S, Closing, Notices, Sender, print_closing_block, summarize_job
 from opsd.launch.run.assembly import assemble_run
-from opsd.launch.run.closing import Closing, print_closing_block, summarize_job
 from opsd.launch.run.companions import Beside, Companions
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
@@ -53,7 +53,6 @@ from opsd.launch.run.launchers import (
     start_of,
     too_many_here,
 )
-from opsd.launch.run.notices import LAST_S, Notices, Sender
 from opsd.launch.run.nvlink_domain import imex_problem, own_domain
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous

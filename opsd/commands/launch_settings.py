@@ -28,7 +28,7 @@ from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.io.console import STDOUT
 from opsd.launch.io.reporting import print_message, takes_color
 from opsd.launch.ranks.settings import PREFIX, Program, Settings, Streams
-from opsd.launch.run.closing import resume_command
+from opsd.launch.run.announcer import resume_command
 from opsd.launch.run.companions import Beside
 from opsd.launch.run.launchers import Launchers, NodeCount
 from opsd.launch.run.nodes import RunShape

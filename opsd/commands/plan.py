@@ -20,14 +20,13 @@ from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.files import write_text
 from opsd.ledger.records import PLAN
-from opsd.plan.figures import Figure
-from opsd.plan.hardware import GPUS
+from opsd.plan.hardware import GPUS, Figure
 from opsd.rundir import default_root
 
 if TYPE_CHECKING:
+    from opsd.plan.forecast import Habits
     from opsd.plan.hardware import Hardware
     from opsd.plan.plan import Plan
-    from opsd.plan.reliability import Habits
 
 _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
@@ -169,8 +168,8 @@ def _plan(
 def figures_of(kind: str, dtype: str, given: Known) -> tuple[Hardware, Habits]:
     """The defaults of this kind of GPU, with what was measured, and with what the user knows better."""
     from opsd.calibration.read import measured, usual_places
+    from opsd.plan.forecast import HABITS
     from opsd.plan.hardware import hardware_of
-    from opsd.plan.reliability import HABITS
 
     usual = usual_places(given.settings.agent.state_dir, default_root())
     places = [Path(place) for place in given.places if place != _NONE] if given.places else list(usual)

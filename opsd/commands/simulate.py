@@ -18,8 +18,19 @@ from opsd.simulate import history, rates
 from opsd.simulate.faults import DAY_S, FaultsError, FaultSource, spares_needed
 from opsd.simulate.job import KEEP, NAMES, Policy, Times, policy
 from opsd.simulate.play import Setup
-from opsd.simulate.study import Draws, Study, best_interval_s, knee, sweep
-from opsd.simulate.text import compare_chart, compare_lines, needed_line, study_lines, sweep_chart, sweep_lines
+from opsd.simulate.study import (
+    Draws,
+    Study,
+    best_interval_s,
+    compare_chart,
+    compare_lines,
+    knee,
+    needed_line,
+    study_lines,
+    sweep,
+    sweep_chart,
+    sweep_lines,
+)
 from opsd.slurm.topology import Topology, TopologyError
 from opsd.slurm.topology_source import read
 

@@ -21,7 +21,7 @@ from opsd.commands.options import Seconds, exit_codes, option
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.reporting import print_now
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
-from opsd.launch.run.closing import RESUME
+from opsd.launch.run.announcer import RESUME
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation

@@ -23,12 +23,25 @@ from opsd.progress import Look, shown
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
 from opsd.spares import pool, readiness
-from opsd.spares.corpus import Corpus, digest_of, needs_proof, proven, read_corpora, sha256_of
 from opsd.spares.pool import SpareState
 from opsd.spares.stage import remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
-from opsd.spares.transfer import Folder, RateLimit, StageError, Storage, StorageError, Work, open_storage
+from opsd.spares.transfer import (
+    Corpus,
+    Folder,
+    RateLimit,
+    StageError,
+    Storage,
+    StorageError,
+    Work,
+    digest_of,
+    needs_proof,
+    open_storage,
+    proven,
+    read_corpora,
+    sha256_of,
+)
 from opsd.words import clock
 
 

@@ -54,7 +54,7 @@ def vibe(
 
         opsd vibe out --base smollm --rows held_out.jsonl
     """
-    from opsd.posttrain.dumps import DumpError
+    from opsd.posttrain.audit import DumpError
 
     try:
         examples = _examples(rows) if rows else []
@@ -74,7 +74,7 @@ def vibe(
 
 def _examples(path: Path) -> list[Example]:
     """The rows that can prove something. Raises DumpError, and click.UsageError if they are too few."""
-    from opsd.posttrain.dumps import read_rows
+    from opsd.posttrain.audit import read_rows
     from opsd.posttrain.rows import Example
     from opsd.posttrain.vibe import LEAST_ROWS, usable
 

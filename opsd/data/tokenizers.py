@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from opsd.data.overlap import UNSPACED
+from opsd.plan.forecast import HABITS
 from opsd.plan.hardware import hardware_of
 from opsd.plan.plan import plan_for_gpus
-from opsd.plan.reliability import HABITS
 from opsd.plan.search import CannotPlan
 from opsd.plan.source import read, tokens_of
 from opsd.trainer import counts

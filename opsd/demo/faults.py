@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints import manifest
-from opsd.demo.world import RunSnapshot
+from opsd.demo.scene import RunSnapshot
 from opsd.rank_page import RankPage
 from opsd.simulated.gpu import SimulatedGpu
 

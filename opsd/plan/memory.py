@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from opsd.plan.figures import Parts
+from opsd.plan.hardware import Parts
 from opsd.plan.layout import Layout, Stages, in_flight, stages_of
 from opsd.trainer import counts
 from opsd.trainer.config import Config

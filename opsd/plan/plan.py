@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from opsd.plan.figures import Figure
-from opsd.plan.forecast import Planned
-from opsd.plan.hardware import Hardware
+from opsd.plan.forecast import DAY_S, Habits, Planned, Reliability, reliability
+from opsd.plan.hardware import Figure, Hardware
 from opsd.plan.layout import RECOMPUTE, Layout, Recompute, problem
 from opsd.plan.memory import GIB, memory_of, state_values
-from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability
 from opsd.plan.search import Candidate, CannotPlan, Point, Search, curve, fastest, peak, search
 from opsd.plan.source import SOURCES, Suggestion, suggest
 from opsd.plan.step_time import step_time

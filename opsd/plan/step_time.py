@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opsd.plan.figures import Parts
-from opsd.plan.hardware import Hardware
+from opsd.plan.hardware import Hardware, Parts
 from opsd.plan.layout import Layout, stages_of
 from opsd.plan.memory import FLOAT_BYTES, half_bytes, stage_parameters, state_bytes, state_products
 from opsd.trainer import counts

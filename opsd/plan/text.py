@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from opsd.plan.figures import Figure
+from opsd.plan.forecast import DAY_S
+from opsd.plan.hardware import Figure
 from opsd.plan.memory import GIB
 from opsd.plan.plan import ABLATIONS, Plan, checkpoint_bytes
-from opsd.plan.reliability import DAY_S
 from opsd.plan.search import Point, peak
 from opsd.plan.source import SOURCES
 from opsd.trainer import counts

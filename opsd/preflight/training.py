@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.checkpoints.interval import daly
-from opsd.plan.figures import Figure
-from opsd.plan.hardware import GPUS, Hardware, hardware_of
+from opsd.plan.forecast import DAY_S, HABITS
+from opsd.plan.hardware import GPUS, Figure, Hardware, hardware_of
 from opsd.plan.layout import Layout, problem
 from opsd.plan.memory import memory_of
 from opsd.plan.plan import ALLOWANCE, checkpoint_bytes
-from opsd.plan.reliability import DAY_S, HABITS
 from opsd.plan.source import tokens_of
 from opsd.plan.step_time import step_time
 from opsd.preflight.base import Context, CouldNotRunError, Demand, NotApplicableError

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.plan.forecast import told
-from opsd.plan.reliability import DAY_S
+from opsd.plan.forecast import DAY_S, told
 from opsd.report.run import Price, Restart, RunReport, cost_line
 from opsd.words import clock, count, duration, first_line, plural
 

@@ -10,9 +10,9 @@ from opsd.collectors import host as host_collector
 from opsd.collectors import infiniband, nvme
 from opsd.collectors import slurm as slurm_collector
 from opsd.collectors.base import Metric
+from opsd.collectors.lib import storage as storage_series
 from opsd.collectors.lib.nvml import series as nvml
 from opsd.collectors.lib.nvml.gpu import REASONS
-from opsd.collectors.lib.storage import series as storage_series
 from opsd.scenarios.model import Value
 
 

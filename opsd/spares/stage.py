@@ -21,14 +21,16 @@ from pathlib import Path
 from opsd import durable
 from opsd.checkpoints.manifest import FileEntry
 from opsd.durable import prove, rename, replace, sync_folder
-from opsd.spares.corpus import INDEX, Corpus, indexed
 from opsd.spares.transfer import (
+    INDEX,
+    Corpus,
     Folder,
     Progress,
     StageError,
     Storage,
     Transfer,
     Work,
+    indexed,
     matches,
     open_file,
     part_of,

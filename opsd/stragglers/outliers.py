@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from opsd.stragglers.trace import Rows, Trace, middles
+from opsd.stragglers.judge import Rows, Trace, middles
 
 _Name = TypeVar("_Name", int, str)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from opsd.launch.hangs.capture import Frame, Stack, Thread
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.hang import HangDetector
 from opsd.launch.hangs.limits import HangLimits
-from opsd.launch.hangs.stacks import Frame, Stack, Thread
 from tests.fakes.ranks import FakeRank
 
 POLL_S = 1.0

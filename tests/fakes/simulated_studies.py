@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from opsd.ablate.power import power_of
-from opsd.ablate.verdict import Floats, decide, fewest_pairs, spread_of
+from opsd.ablate.verdict import Floats, decide, fewest_pairs, power_of, spread_of
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
 ALPHA = 0.01

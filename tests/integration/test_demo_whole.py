@@ -12,7 +12,6 @@ import pytest
 
 from opsd.agent.journal import Journal
 from tests.fakes.recorded import CHANGES, compared, incidents_of, play, read
-from tests.fakes.recorded import CHANGES, differences, incidents_of, play, read
 from tests.fakes.tree import ROOT
 
 SEEDS = 6

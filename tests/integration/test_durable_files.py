@@ -89,7 +89,7 @@ def corpus(tmp_path: Path) -> Writer:
 STAGE = """
 import sys
 from pathlib import Path
-from opsd.spares.corpus import read_corpora
+from opsd.spares.transfer import read_corpora
 from opsd.spares.stage import stage
 from opsd.spares.transfer import Folder
 from opsd.spares.transfer import RateLimit, StageError, Work

@@ -25,11 +25,10 @@ from opsd.agent.web.history import History
 from opsd.agent.web.ledgers import LedgerResult, Ledgers
 from opsd.agent.web.server import Server
 from opsd.collectors.base import StepFact
+from opsd.plan.forecast import HABITS
 from opsd.plan.hardware import hardware_of
 from opsd.plan.plan import plan_for_gpus
-from opsd.plan.reliability import HABITS
-from opsd.report.compare import compare_page
-from opsd.report.page import plan_page, report_page
+from opsd.report.page import compare_page, plan_page, report_page
 from opsd.report.run import Price, read_run
 from opsd.report.study import study_page
 from opsd.runbooks.base import Culprit, Severity

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from opsd.ablate.power import paired_spread, power_of, seeds_needed
-from opsd.ablate.probes import above_chance, monotonic, order_predicted, probe, signal_to_noise, stable_order
-from opsd.ablate.verdict import Verdict, decide, fewest_pairs, judge
+from opsd.ablate.tasks import above_chance, monotonic, order_predicted, probe, signal_to_noise, stable_order
+from opsd.ablate.verdict import Verdict, decide, fewest_pairs, judge, paired_spread, power_of, seeds_needed
 from tests.fakes.simulated_studies import ALPHA, NOISES, SETTINGS, STUDIES, Study, decides, effect_with, simulate
 
 # Verdicts: what scipy's tests say, what holds for any values, and what failed runs may not do.

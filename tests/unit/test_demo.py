@@ -14,10 +14,8 @@ import pytest
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
 from opsd.client import Reporter
 from opsd.demo.faults import FAULTS, DemoFault, Director, FaultTargets, Trial, observe
-from opsd.demo.report import alarms, differing_steps, losses, stories
-from opsd.demo.scene import DemoError, Gpus, Scene, copy_text, open_scene, prepare_gpus
-from opsd.demo.view import culprit_name, describe_event, sparkline
-from opsd.demo.world import RunSnapshot, parse_gpus
+from opsd.demo.scene import DemoError, Gpus, RunSnapshot, Scene, copy_text, open_scene, parse_gpus, prepare_gpus
+from opsd.demo.view import alarms, culprit_name, describe_event, differing_steps, losses, sparkline, stories
 from opsd.rank_page import read_page
 
 NOTHING = RunSnapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={}, standby=1)

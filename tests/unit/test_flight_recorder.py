@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.bench.outside.flight_recorder import CULPRITS
 from opsd.collectors.lib.nccl import desync
-from opsd.collectors.lib.nccl.desync import Desync, judge
-from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, read_dumps, shortened
+from opsd.collectors.lib.nccl.desync import Desync, Dump, DumpError, judge, parse_dump, read_dumps, shortened
 from opsd.collectors.lib.sandbox import SMALL
 from opsd.commands.diagnose import diagnose
 

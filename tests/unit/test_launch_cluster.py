@@ -23,8 +23,8 @@ from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.ranks.workers import RankStarter
+from opsd.launch.run.announcer import summarize_job
 from opsd.launch.run.assembly import EnclosingJob
-from opsd.launch.run.closing import summarize_job
 from opsd.launch.run.cluster import LASTING_S, SILENT_S, UNBEGUN_S
 from opsd.launch.run.messages import (
     CODEC,

@@ -21,9 +21,16 @@ from opsd.launch.io import reporting
 from opsd.launch.io.reporting import EventLog, WorkQueue, flush_all
 from opsd.launch.io.run_log import JOB_LOG, EventText, JobLog, RunLog
 from opsd.launch.ranks.ranks import read_error
-from opsd.launch.run.announcer import Announcer, agent_page, opening_block
-from opsd.launch.run.closing import resume_command
-from opsd.launch.run.notices import RESTART_S, STUCK_S, Notices, Sender
+from opsd.launch.run.announcer import (
+    RESTART_S,
+    STUCK_S,
+    Announcer,
+    Notices,
+    Sender,
+    agent_page,
+    opening_block,
+    resume_command,
+)
 from tests.fakes.clock import until
 from tests.fakes.events import EVENTS
 from tests.fakes.tree import ROOT

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opsd.collectors.base import Event, NoData, Reading
-from opsd.collectors.lib.nccl.flight_recorder import Call, Dump, DumpError
+from opsd.collectors.lib.nccl.desync import Call, Dump, DumpError
 from opsd.collectors.lib.nccl.ras import MAX_PROBLEMS, REQUEST, RasError, RasQuery, parse_status
 from opsd.collectors.lib.nccl.run import KeptDumps, LogMessage, parse_line
 from opsd.collectors.lib.sandbox import Sandbox

@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from opsd import exitcodes
 from opsd.checkpoints.interval import daly
 from opsd.commands.main import cli
+from opsd.plan.forecast import HABITS, reliability, spares_for
 from opsd.plan.hardware import FITTED, hardware_of
 from opsd.plan.layout import Layout, in_flight, problem, schedules, stages_of
 from opsd.plan.memory import half_bytes, kept_bytes, memory_of, state_products
 from opsd.plan.plan import plan_for_days
-from opsd.plan.reliability import HABITS, reliability, spares_for
 from opsd.plan.search import curve, peak, search
 from opsd.plan.source import tokens_of, with_settings
 from opsd.plan.step_time import step_time

@@ -25,9 +25,8 @@ from opsd.commands.report import report
 from opsd.launch.ranks.settings import Program
 from opsd.ledger.ledger import earlier_tokens
 from opsd.ledger.records import PLAN as FILE
-from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, told
+from opsd.plan.forecast import HABITS, BadPlan, Forecast, Planned, Progress, forecast, spares_for, told
 from opsd.plan.hardware import hardware_of
-from opsd.plan.reliability import HABITS, spares_for
 from opsd.preflight.base import Verdict
 from opsd.preflight.history import History
 from opsd.preflight.report import Report, Value

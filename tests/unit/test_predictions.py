@@ -13,8 +13,21 @@ from hypothesis import strategies as st
 
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.fan_failing import OPEN_AFTER_S, RUNBOOK
-from opsd.runbooks.lib.signals import excess, integer, number, seconds_spent, spread, text
-from opsd.runbooks.lib.trends import blocks, by_step, condensed, due, slope, thirds, trend
+from opsd.runbooks.lib.signals import (
+    blocks,
+    by_step,
+    condensed,
+    due,
+    excess,
+    integer,
+    number,
+    seconds_spent,
+    slope,
+    spread,
+    text,
+    thirds,
+    trend,
+)
 from tests.fakes import noisy_series as series
 from tests.fakes.noise import MODELS, Fault, Noise, Tracks, gpu_node
 from tests.fakes.noisy_series import HOURS, Healthy, opened

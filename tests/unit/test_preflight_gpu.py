@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from opsd.plan.figures import spec_of
+from opsd.plan.hardware import spec_of
 from opsd.preflight.base import Context, CouldNotRunError, Outcome, Verdict
 from opsd.preflight.checks import (
     collectives,

@@ -16,8 +16,7 @@ from opsd import exitcodes
 from opsd.commands.compare import compare
 from opsd.commands.ledger import ledger
 from opsd.commands.report import report
-from opsd.report.compare import compare_page, compare_text, losses_part
-from opsd.report.page import report_page
+from opsd.report.page import compare_page, compare_text, losses_part, report_page
 from opsd.report.run import PAGE, NoReport, Price, cost_line, read_run
 from opsd.report.text import closing_block, text_report
 from opsd.words import count, duration, reason

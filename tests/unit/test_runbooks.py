@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from opsd.agent import lifecycle
 from opsd.agent.window import MAX_ENDED, SLACK_S, Holders, Window
 from opsd.collectors.base import Event, GpuFact, NoData, RankFact, Reading, RunFact, Sample, StepFact
-from opsd.collectors.lib.kernel.xid import Xid, xid_event
-from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
+from opsd.collectors.lib.kernel.xid import CATALOGUE, Xid, XidAction, xid_event
 from opsd.collectors.lib.nvml.series import RECOVERY_ACTION
 from opsd.runbooks import RUNBOOKS, collective_hang, gpu_lost, gpu_xid
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Severity, View

@@ -16,7 +16,7 @@ from threading import Semaphore
 import psutil
 import pytest
 
-from opsd.collectors.lib.nccl.flight_recorder import parse_dump, restored
+from opsd.collectors.lib.nccl.desync import parse_dump, restored
 from opsd.collectors.lib.nccl.ras import parse_status
 from opsd.collectors.lib.nccl.ras import restored as restored_status
 from opsd.collectors.lib.sandbox import (
@@ -34,7 +34,7 @@ from opsd.confined import confine
 from tests.fakes.clock import eventually
 from tests.fakes.ras import ras_json, ras_rank
 
-DUMP = "opsd.collectors.lib.nccl.flight_recorder:parse_dump"
+DUMP = "opsd.collectors.lib.nccl.desync:parse_dump"
 RAS = "opsd.collectors.lib.nccl.ras:parse_status"
 GREETING = "SERVER PROTOCOL 2\n"
 WIDE = "\U0001f600"

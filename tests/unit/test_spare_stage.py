@@ -23,10 +23,10 @@ from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.commands.main import cli
-from opsd.spares.corpus import INDEX, digest_of, needs_proof, proven, read_corpora, sha256_of
 from opsd.spares.stage import make_folder, remove, stage, verify
 from opsd.spares.transfer import (
     BLOCK,
+    INDEX,
     Folder,
     Progress,
     RateLimit,
@@ -34,7 +34,12 @@ from opsd.spares.transfer import (
     Storage,
     StorageError,
     Work,
+    digest_of,
+    needs_proof,
     open_storage,
+    proven,
+    read_corpora,
+    sha256_of,
 )
 from tests.fakes.clock import until
 from tests.fakes.corpora import SHARD, make_corpus

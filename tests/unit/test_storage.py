@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from opsd.agent import metrics
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.lib.storage.mounts import (
+from opsd.collectors.lib.storage import (
     MAX_MOUNTS,
     Mount,
     NfsOperation,
+    is_disk,
     mount_of,
+    parse_disk_stat,
+    parse_mdstat,
     parse_mountinfo,
     parse_mountstats,
     storage_mounts,
     way_to,
 )
-from opsd.collectors.lib.storage.series import is_disk, parse_disk_stat, parse_mdstat
 from opsd.collectors.storage import StorageCollector
 from opsd.collectors.storage_net import StorageNetCollector
 from opsd.scenarios.model import load

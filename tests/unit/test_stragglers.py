@@ -21,9 +21,7 @@ from hypothesis import strategies as st
 
 from opsd.bench.outside.step_times import TRUTH
 from opsd.commands.diagnose import diagnose
-from opsd.stragglers.judge import judge, one_f_one_b
-from opsd.stragglers.table import TableError, read_table, to_trace
-from opsd.stragglers.trace import (
+from opsd.stragglers.judge import (
     BACKWARD,
     COMPUTE,
     DATA,
@@ -40,7 +38,10 @@ from opsd.stragglers.trace import (
     Place,
     Slowdown,
     Trace,
+    judge,
+    one_f_one_b,
 )
+from opsd.stragglers.table import TableError, read_table, to_trace
 
 # The judge of slow ranks on planted causes, and what must hold for any step times.
 

@@ -13,27 +13,31 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
 from opsd.trainer.attention import (
+    ROWS,
+    Block,
     Cache,
+    LatentAttention,
     Mask,
     Packed,
     attend,
     attention_inputs,
+    chunks,
+    dual_chunks,
     gathered_positions,
+    halves,
     kernel_for,
     pack,
     positions,
+    rotary_angles,
+    visible,
+    within_documents,
 )
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.counts import flops_per_token, parameters
-from opsd.trainer.documents import chunks, visible, within_documents
-from opsd.trainer.dual_chunk import ROWS, Block, dual_chunks
 from opsd.trainer.experts import within_groups
 from opsd.trainer.hf.config import settings_of
-from opsd.trainer.latent_attention import LatentAttention, halves
 from opsd.trainer.model import Decoder, count_parameters
-from opsd.trainer.model_problems import model_problem
-from opsd.trainer.model_settings import LayerKind, ModelSettings
-from opsd.trainer.rotary import rotary_angles
+from opsd.trainer.model_settings import LayerKind, ModelSettings, model_problem
 
 # Attention: who sees whom, the kernels against each other, and how sequences are split over ranks.
 

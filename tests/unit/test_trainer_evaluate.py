@@ -22,8 +22,7 @@ from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.weights import config_in, fill
 from opsd.trainer.items import Item, Score, accuracies, read_items, standard_error, write_scores
 from opsd.trainer.model import Decoder
-from opsd.trainer.model_problems import model_problem
-from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.model_settings import ModelSettings, model_problem
 from tests.fakes.tree import ROOT
 
 # The built-in evaluator: perplexity, cloze, and the comparison with a reference run.

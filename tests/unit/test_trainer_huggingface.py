@@ -15,8 +15,8 @@ from opsd.trainer.attention import Cache
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.counts import parameters
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
+from opsd.trainer.hf.blocks import CHUNKS
 from opsd.trainer.hf.config import config_of, settings_of
-from opsd.trainer.hf.dual_chunk import FIELD
 from opsd.trainer.hf.verify import Comparison, compare, demand_judge
 from opsd.trainer.hf.weights import CONFIG, fill, write
 from opsd.trainer.huggingface import main
@@ -125,11 +125,11 @@ def test_qwen3_next_as_published() -> None:
 def test_dual_chunks_in_a_file(name: str) -> None:
     """Every field becomes a setting and is exported again; what vLLM adds where one is missing is added here."""
     config = getattr(transformers, f"{name}Config")(**TINY).to_dict()
-    settings = settings_of(config | {FIELD: DUAL_CHUNKS})
+    settings = settings_of(config | {CHUNKS: DUAL_CHUNKS})
     assert set(settings.kinds) == {"dual_chunk"}
     assert (settings.dual_chunk, settings.dual_chunk_local, settings.dual_chunk_positions) == (40, 8, 32)
-    assert config_of(settings, 64)[1][FIELD] == DUAL_CHUNKS
-    few = settings_of(config | {FIELD: {"chunk_size": 3000}})
+    assert config_of(settings, 64)[1][CHUNKS] == DUAL_CHUNKS
+    few = settings_of(config | {CHUNKS: {"chunk_size": 3000}})
     assert (few.dual_chunk, few.dual_chunk_local, few.dual_chunk_positions) == (3000, 1024, 0)
 
 
@@ -218,12 +218,12 @@ def test_an_old_transformers_is_not_the_judge() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
-        ("Llama", {FIELD: DUAL_CHUNKS}, f"{FIELD} = .* does not compute for llama"),
-        ("Qwen2", {FIELD: DUAL_CHUNKS | {"sparse_attention_config": [{}]}}, f"sparse_attention_config in {FIELD}"),
+        ("Llama", {CHUNKS: DUAL_CHUNKS}, f"{CHUNKS} = .* does not compute for llama"),
+        ("Qwen2", {CHUNKS: DUAL_CHUNKS | {"sparse_attention_config": [{}]}}, f"sparse_attention_config in {CHUNKS}"),
         (
             "Qwen2",
-            {FIELD: DUAL_CHUNKS, "use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWED},
-            f"{FIELD} with windows",
+            {CHUNKS: DUAL_CHUNKS, "use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWED},
+            f"{CHUNKS} with windows",
         ),
     ],
 )  # fmt: skip

@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opsd.trainer.attention import AttentionInputs, attention_inputs
+from opsd.trainer.attention import AttentionInputs, attention_inputs, rotary_angles, rotate, rotation_factors, visible
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.counts import flops_per_token, parameters
-from opsd.trainer.documents import visible
 from opsd.trainer.loss import LossTerms, linear_loss, part_loss
 from opsd.trainer.model import Attention, Block, Decoder, count_parameters, init_std
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.recurrent import CHUNK, Decays, gated_delta_rule, state_space
 from opsd.trainer.regions import initialise
-from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
 
 # The model: who sees whom, where positions are, what is shared, and how large it is.
 

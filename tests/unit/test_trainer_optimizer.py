@@ -14,8 +14,7 @@ from opsd.plan.plan import checkpoint_bytes
 from opsd.trainer.config import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.muon import Muon, _spread, is_orthogonalised, orthogonalised
-from opsd.trainer.optimizer import Optimizer
+from opsd.trainer.optimizer import Muon, Optimizer, _spread, is_orthogonalised, orthogonalised
 from opsd.trainer.regions import Region
 from opsd.trainer.settings import OptimizerSettings, ScheduleSettings
 from opsd.trainer.train import rate_factor

@@ -18,6 +18,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opsd.trainer.accumulate import MOST_PENDING, GpuClock
 from opsd.trainer.attention import Packed, attention_inputs
 from opsd.trainer.config import Config, load
 from opsd.trainer.counts import flops_per_token, parameters
@@ -25,11 +26,9 @@ from opsd.trainer.data.loader import copied
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from opsd.trainer.data.worker import Form, Plan, slot_views
 from opsd.trainer.experts import LOADS
-from opsd.trainer.gpu_clock import MOST_PENDING, GpuClock
-from opsd.trainer.metrics import MetricsLog
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.telemetry import LoadsLog, StepLines
+from opsd.trainer.telemetry import LoadsLog, MetricsLog, StepLines
 from opsd.trainer.train import COLLECT_EVERY, Collections
 from tests.fakes.tmpfs import tmpfs
 from tests.fakes.tree import ROOT

@@ -7,8 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Sample
-from opsd.collectors.lib.kernel.xid import COUNTED, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
-from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
+from opsd.collectors.lib.kernel.xid import (
+    CATALOGUE,
+    COUNTED,
+    Sxid,
+    Xid,
+    XidAction,
+    XidLedger,
+    parse_sxid,
+    parse_xid,
+    xid_event,
+)
 from opsd.collectors.lib.pci import bus_id
 
 GPU = "00000000:3B:00.0"

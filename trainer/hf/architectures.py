@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf import dual_chunk, kinds, latent
-from opsd.trainer.hf.experts import ROUTER_BIAS, ExpertFields
+from opsd.trainer.hf import blocks, kinds
+from opsd.trainer.hf.blocks import ROUTER_BIAS, ExpertFields
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.places import Place, packed
 from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
@@ -169,7 +169,7 @@ class Architecture:
     def known(self) -> frozenset[str]:
         """The fields that are translated."""
         experts = self.experts.known if self.experts else frozenset[str]()
-        latents = latent.KNOWN if self.latent else frozenset[str]()
+        latents = blocks.LATENT_FIELDS if self.latent else frozenset[str]()
         states = frozenset(self.states.fields.values()) if self.states else frozenset[str]()
         states |= {"partial_rotary_factor"} if self.partial else set()
         return experts | latents | states | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
@@ -200,7 +200,7 @@ class Architecture:
             channels = [("attention.query", model.head_channels), ("attention.gate", model.head_channels)]
             return packed(f"{_BLOCK['attention.query']}.{end}", channels, model.heads)[part]
         parts = _BLOCK | _NORMS[self.fixed.get("norms", "before")] | (self.experts.names() if self.experts else {})
-        parts |= {**(latent.NAMES if self.latent else {}), **self.names}
+        parts |= {**(blocks.LATENT_NAMES if self.latent else {}), **self.names}
         return Place(f"{parts[part]}.{end}")
 
     def offset(self, name: str) -> float:
@@ -261,11 +261,11 @@ ARCHITECTURES: Final = (
     ),
     Architecture(
         "qwen3", "Qwen3", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True},
-        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers", dual_chunk.FIELD}, flags=_BIASED,
+        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers", blocks.CHUNKS}, flags=_BIASED,
     ),
     Architecture(
         "qwen2", "Qwen2", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32}, {"qkv_bias": True},
-        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers", dual_chunk.FIELD},
+        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers", blocks.CHUNKS},
     ),
     Architecture(
         "mistral", "Mistral", _LLAMA_LIKE | {"num_key_value_heads": 8, "sliding_window": 4096}, {}, kinds.mistral,
@@ -299,7 +299,7 @@ ARCHITECTURES: Final = (
             "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128,
             "num_experts_per_tok": 8, "norm_topk_prob": False, "moe_intermediate_size": 768,
         },
-        {"qk_norm": True}, kinds.all_global_or_window, _WINDOW | {"use_sliding_window", dual_chunk.FIELD}, _BIASED,
+        {"qk_norm": True}, kinds.all_global_or_window, _WINDOW | {"use_sliding_window", blocks.CHUNKS}, _BIASED,
         experts=_QWEN3_MOE,
     ),
     Architecture(

@@ -15,12 +15,17 @@ from pydantic import ValidationError
 
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE, Architecture, architecture_of
-from opsd.trainer.hf.dual_chunk import FIELD, config_of_dual_chunks, settings_of_dual_chunks, with_dual_chunks
+from opsd.trainer.hf.blocks import (
+    CHUNKS,
+    config_of_dual_chunks,
+    config_of_latents,
+    settings_of_dual_chunks,
+    settings_of_latents,
+    with_dual_chunks,
+)
 from opsd.trainer.hf.kinds import Fields
-from opsd.trainer.hf.latent import config_of_latents, settings_of_latents
 from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
-from opsd.trainer.model_problems import model_problem
-from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
+from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings, model_problem
 
 _ACTIVATIONS: Final = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -91,7 +96,7 @@ def _settings_of(config: Fields) -> ModelSettings:
     kinds = architecture.kinds(fields)
     if len(kinds) < shape["layers"]:
         raise ConfigError(f"config.json says of {len(kinds)} layers what they are, and has {shape['layers']}")
-    dual = fields.get(FIELD)
+    dual = fields.get(CHUNKS)
     kinds = with_dual_chunks(kinds) if dual else kinds
     flags = {ours: bool(fields.get(theirs)) for theirs, names in architecture.flags.items() for ours in names}
     try:
@@ -235,7 +240,7 @@ def _config(architecture: Architecture, model: ModelSettings, sequence: int) -> 
             del config["layer_types"]
         if "use_sliding_window" in architecture.extra:
             config["use_sliding_window"] = any(windowed)
-    if FIELD in architecture.extra:
+    if CHUNKS in architecture.extra:
         config |= config_of_dual_chunks(model)
     if "no_rope_layers" in architecture.extra:
         config["no_rope_layers"] = [int(not kind.startswith("nope")) for kind in model.kinds]

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from opsd.checkpoints.manifest import verify
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import Architecture, architecture_of
+from opsd.trainer.hf.blocks import ROUTER_BIAS
 from opsd.trainer.hf.config import fields_in, settings_of
-from opsd.trainer.hf.experts import ROUTER_BIAS
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.places import Place
 from opsd.trainer.model import Decoder

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from opsd.collectors.lib.nccl.desync import judge
-from opsd.collectors.lib.nccl.flight_recorder import read_dumps
+from opsd.collectors.lib.nccl.desync import judge, read_dumps
 from opsd.scenarios.player import Hit, ScenarioResult
 
 CULPRITS: Mapping[str, tuple[int, ...]] = {

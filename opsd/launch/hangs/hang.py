@@ -29,11 +29,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opsd.attribution import STOPPED, TRACED
+from opsd.launch.hangs.capture import Stack
 from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus, is_hang, may_be_waiting_for
 from opsd.launch.hangs.culprit import name_culprit as name_culprit
 from opsd.launch.hangs.gpus import GpuState, GpuUse
 from opsd.launch.hangs.limits import INPUT, UNKNOWN, WARM_STEPS, HangLimits, LearntLimits
-from opsd.launch.hangs.stacks import Stack
 from opsd.rank_page import RankPage
 
 SUSPECT_BEFORE_S = 2.5

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opsd.attribution import STOPPED
-from opsd.collectors.lib.nccl.flight_recorder import DumpError, shortened
+from opsd.collectors.lib.nccl.desync import DumpError, shortened
 from opsd.events import HangDetected
 from opsd.launch.hangs.activity import Activity, ActivityTracker
 from opsd.launch.hangs.capture import StackCapture, Target

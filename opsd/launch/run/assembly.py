@@ -15,12 +15,11 @@ from opsd.launch.io.addresses import host_is_up
 from opsd.launch.io.reporting import WorkQueue, print_message
 from opsd.launch.io.run_log import BATCH_HOST, EventRecord, LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
-from opsd.launch.run.announcer import Announcer, agent_page, opening_block
+from opsd.launch.run.announcer import LOOK_S, Announcer, Notices, agent_page, opening_block
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.nodes import RunShape
-from opsd.launch.run.notices import LOOK_S, Notices
 from opsd.launch.run.readiness import given_back_at, is_lemon
 from opsd.launch.run.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job

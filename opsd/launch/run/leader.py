@@ -29,7 +29,7 @@ from opsd.events import (
     Stopped,
 )
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.leader_view import LeaderView
+from opsd.launch.claims.election import LeaderView
 from opsd.launch.claims.messages import Begun
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.recorder import RecorderJudge, with_verdict

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from opsd.events import NodeCleared, NodeRetired, SpareRefused, SpareWanted, SwapRefused
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.leader_view import LeaderView
+from opsd.launch.claims.election import LeaderView
 from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message

@@ -15,8 +15,7 @@ from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.reporting import print_message
 from opsd.launch.run.messages import StepTimes
 from opsd.launch.run.step_times import PHASES, Seconds, decode
-from opsd.stragglers.judge import LEAST_STEPS, judge
-from opsd.stragglers.trace import Place, Slowdown, Trace
+from opsd.stragglers.judge import LEAST_STEPS, Place, Slowdown, Trace, judge
 
 FOUND, GONE = "straggler_found", "straggler_gone"
 LOOK_S = 2.0

@@ -17,7 +17,7 @@ from statistics import median
 
 from opsd.launch.run.messages import StepTimes
 from opsd.rank_page import RankPage, StepRecord
-from opsd.stragglers.trace import BACKWARD, COMPUTE, DATA, FORWARD, GPU, STEP
+from opsd.stragglers.judge import BACKWARD, COMPUTE, DATA, FORWARD, GPU, STEP
 
 SAMPLE_S = 0.5
 SETTLED_STEPS = 10

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from opsd import exitcodes
 from opsd.events import RestartRequested, SpareWanted
-from opsd.launch.claims.leader_view import LeaderView
+from opsd.launch.claims.election import LeaderView
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, StopReason

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from opsd.plan.figures import spec_of
+from opsd.plan.hardware import spec_of
 from opsd.preflight import gpus
 from opsd.preflight.base import (
     Bounds,

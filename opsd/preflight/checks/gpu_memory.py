@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from opsd.plan.figures import spec_of
+from opsd.plan.hardware import spec_of
 from opsd.preflight import gpus
 from opsd.preflight.base import Bounds, Check, Context, Measure, Measurement, Outcome, Peers, Progress
 from opsd.preflight.gpus import on_each, synchronise

@@ -15,8 +15,7 @@ from opsd.collectors.kmsg import parse_message
 from opsd.collectors.lib.clock import uptime_s
 from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, LogRecord, parse_record
 from opsd.collectors.lib.kernel.messages import Trouble
-from opsd.collectors.lib.kernel.xid import Sxid, Xid
-from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, UNKNOWN, XidAction
+from opsd.collectors.lib.kernel.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
 from opsd.preflight.base import (
     Check,
     Context,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.agent.store import MAX_ENDED, Store
-from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
+from opsd.collectors.lib.kernel.xid import CATALOGUE, XidAction
 from opsd.ports import free_port
 from opsd.runbooks.base import Evidence, Incident, State
 from opsd.simulated.gpus import SimulatedGpus, build

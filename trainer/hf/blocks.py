@@ -1,4 +1,7 @@
-"""Mixtures of experts in files of Hugging Face: fields of ``config.json``, names of weights."""
+"""Parts of Hugging Face's models that need more than names: latent and dual-chunk attention, experts.
+
+Multi-head latent attention in files of Hugging Face: fields of ``config.json``, names of weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,78 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.hf.kinds import Fields
+from opsd.trainer.model_settings import LayerKind, ModelSettings
+
+_NOPE: Final = "qk_nope_head_dim"
+_LATENT: Final = {
+    "kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim",
+}  # fmt: skip
+LATENT_FIELDS: Final = frozenset({*_LATENT.values(), _NOPE, "qk_head_dim"})
+LATENT_NAMES: Final = {
+    "attention.query": "self_attn.q_proj", "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm", "attention.query_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa", "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}  # fmt: skip
+
+
+def settings_of_latents(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings for ``config``. Raises ConfigError for what this trainer does not compute."""
+    if config["num_key_value_heads"] not in (None, config["num_attention_heads"]):
+        raise ConfigError(
+            f"config.json has num_key_value_heads {config['num_key_value_heads']}, which is not num_attention_heads"
+        )
+    if config.get("head_dim") not in (None, config["qk_rope_head_dim"]):
+        raise ConfigError(
+            f"config.json has head_dim {config['head_dim']}, which is not qk_rope_head_dim as in transformers"
+        )
+    found = {ours: config[theirs] or 0 for ours, theirs in _LATENT.items()}
+    return {**found, "head_dim": config[_NOPE] + config["qk_rope_head_dim"]}
+
+
+def config_of_latents(model: ModelSettings) -> dict[str, Any]:
+    """The fields for ``model``."""
+    values = model.model_dump() | {"query_rank": model.query_rank or None, "value_dim": model.value_channels}
+    fields = {theirs: values[ours] for ours, theirs in _LATENT.items()}
+    return {**fields, _NOPE: model.head_channels - model.rope_dim}
+
+
+# Dual-chunk attention in a ``config.json``: the field that Qwen's models for a million tokens have, and vLLM reads.
+
+
+CHUNKS: Final = "dual_chunk_attention_config"
+_OF_CHUNKS: Final = {
+    "dual_chunk": ("chunk_size", 8192), "dual_chunk_local": ("local_size", 1024),
+    "dual_chunk_positions": ("original_max_position_embeddings", 0),
+}  # fmt: skip
+"""Ours, theirs, and what vLLM takes where the file leaves it out."""
+
+
+def settings_of_dual_chunks(given: Fields) -> dict[str, Any]:
+    """The settings for the field's content. Raises ConfigError for what this trainer does not compute."""
+    known = {theirs for theirs, _ in _OF_CHUNKS.values()}
+    if strange := next((name for name, value in given.items() if value and name not in known), None):
+        raise ConfigError(f"config.json has {strange} in {CHUNKS}, which this trainer does not compute")
+    return {ours: given.get(theirs, default) for ours, (theirs, default) in _OF_CHUNKS.items()}
+
+
+def with_dual_chunks(kinds: list[LayerKind]) -> list[LayerKind]:
+    """The kinds of a model's layers if its file has the field. Raises ConfigError for layers with a window."""
+    if set(kinds) != {"global"}:
+        raise ConfigError(f"config.json has {CHUNKS} with windows, which vLLM does not compute; remove one of them")
+    return ["dual_chunk"] * len(kinds)
+
+
+def config_of_dual_chunks(model: ModelSettings) -> dict[str, Any]:
+    """The field for ``model``, if all its layers are so."""
+    if set(model.kinds) != {"dual_chunk"}:
+        return {}
+    return {CHUNKS: {theirs: getattr(model, ours) for ours, (theirs, _) in _OF_CHUNKS.items()}}
+
+
+# Mixtures of experts in files of Hugging Face: fields of ``config.json``, names of weights.
+
 
 TRAINING: Final = frozenset({"output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"})
 """Fields that change nothing in what a model computes."""

@@ -1,1 +1,0 @@
-"""Disks, mounts and NFS clients."""
