@@ -1,9 +1,6 @@
-"""The checkpoint from which a training of this run goes on, and whether it goes on with the same data.
+"""Which checkpoint a training goes on from, and whether it goes on with the same data.
 
-After each save the first rank writes ``transformers.json`` in the run's folder. It names the checkpoint and what the
-training is made of: data, settings, samples of a step, seeds, planned steps. These must stay as they are, since
-transformers finds its place in the data by counting steps. The file also lists what each checkpoint holds
-(``holding.py``). No training goes on from one that has lost a part.
+What a checkpoint holds, and whether it still does: names, sizes, and a digest of each file's beginning and end.
 """
 
 from __future__ import annotations
@@ -19,8 +16,101 @@ from pathlib import Path
 from typing import Any
 
 from opsd import durable
-from opsd.adapters import holding
 from opsd.posttrain.rows import digest
+
+STATE = "trainer_state.json"
+"""What transformers writes last into a checkpoint."""
+ENDS = 1 << 16
+"""Bytes of the beginning and of the end of a file that are compared, besides its size."""
+SKIPPED = ("awaiting-evaluation", "README.md")
+NAMED = 3
+Contents = Mapping[str, list[Any]]
+
+
+def contents(folder: Path) -> dict[str, list[Any]]:
+    """Size and digest of each file below ``folder``, those that cannot be read left out."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in SKIPPED and (mark := _mark(path)) is not None:
+            found[path.relative_to(folder).as_posix()] = mark
+    return found
+
+
+def _mark(path: Path) -> list[Any] | None:
+    try:
+        with path.open("rb") as file:  # opening it asks a network file system for its size anew
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.blake2b(file.read(ENDS), digest_size=8)
+            file.seek(max(0, size - ENDS))
+            digest.update(file.read(ENDS))
+    except OSError:
+        return None
+    return [size, digest.hexdigest()]
+
+
+def faults_in(folder: Path, before: Contents | None) -> str:
+    """What ``folder`` lacks of what it held ``before``, or of what any checkpoint needs; "" if nothing."""
+    if not folder.is_dir():
+        return "it is not there"
+    wrong = _differences(folder, before) if before else []
+    wrong = wrong or _unreadable(folder)
+    more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+    return ", ".join(wrong[:NAMED]) + more
+
+
+def _differences(folder: Path, before: Contents) -> list[str]:
+    found = []
+    for name, mark in before.items():
+        now = _mark(folder / name)
+        if now is None:
+            found.append(f"{name} is missing" if not (folder / name).exists() else f"{name} cannot be read")
+        elif now[0] != mark[0]:
+            found.append(f"{name} has {now[0]} bytes instead of {mark[0]}")
+        elif now != list(mark):
+            found.append(f"{name} has changed")
+    return found
+
+
+def _unreadable(folder: Path) -> list[str]:
+    """Of a checkpoint without a record: a state, whole safetensors, and the shards of an index."""
+    found = [] if _json(folder / STATE) is not None else [f"{STATE} is missing or damaged"]
+    found += [f"{path.name} is cut off" for path in sorted(folder.glob("*.safetensors")) if not _is_whole(path)]
+    for index in folder.glob("*.index.json"):
+        shards = set((_json(index) or {}).get("weight_map", {}).values())
+        found += [f"{name} is missing" for name in sorted(shards) if not (folder / name).is_file()]
+    return found
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as long as its header says."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length < size:
+                return False
+            header = json.loads(file.read(length))
+        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+    return bool(size == 8 + length + max(ends, default=0))
+
+
+# The checkpoint from which a training of this run goes on, and whether it goes on with the same data.
+#
+# After each save the first rank writes ``transformers.json`` in the run's folder. It names the checkpoint and what
+# the training is made of: data, settings, samples of a step, seeds, planned steps. These must stay as they are,
+# since transformers finds its place in the data by counting steps. The file also lists what each checkpoint holds
+# (``holding.py``). No training goes on from one that has lost a part.
+
 
 FILE = "transformers.json"
 SAMPLED, LISTED = 256, 100_000
@@ -171,7 +261,7 @@ def keep(run: str | None, output: str, step: int, plan: Plan, *, shared: bool = 
     earlier = [each for each in _records(known, output) if each["step"] < step and Path(each["checkpoint"]).is_dir()]
     record = {"step": step, "checkpoint": str(folder), "plan": plan}
     if shared:
-        record["files"] = holding.contents(folder)
+        record["files"] = contents(folder)
     known[_name(output)] = record | {"earlier": earlier}
     try:
         durable.replace(path, json.dumps(known, indent=1).encode())
@@ -209,7 +299,7 @@ def chosen(given: Any, run: str | None, output: str, say: Callable[[str], None] 
         path = Path(given).resolve() if isinstance(given, str | os.PathLike) else None
         if path is None or not path.name.startswith("checkpoint-") or not path.is_dir():
             return given
-        if not (faults := holding.faults(path, held.get(str(path)))):
+        if not (faults := faults_in(path, held.get(str(path)))):
             return given
         say(f"{path} is not complete: {faults}")
     if records:
@@ -218,7 +308,7 @@ def chosen(given: Any, run: str | None, output: str, say: Callable[[str], None] 
         return None
     found = [path for path in Path(output).glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
     for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
-        if not (faults := holding.faults(path, None)):
+        if not (faults := faults_in(path, None)):
             return str(path)
         say(f"{path} is not complete: {faults}")
     return given if given is True and not found else None
@@ -229,7 +319,7 @@ def _last_complete(records: list[Record], run: str, say: Callable[[str], None]) 
     wrong = []
     for record in records:
         path, files = Path(record["checkpoint"]), record.get("files")
-        if not (faults := holding.faults(path, files)):
+        if not (faults := faults_in(path, files)):
             if files and not any("optim" in name for name in files):
                 say(f"{path} has no optimizer (save_only_model): the training does not go on exactly")
             return str(path)

@@ -7,8 +7,7 @@ import random
 import time
 
 from opsd.launch.run.messages import CODEC, Progress, StepTimes
-from opsd.launch.run.slow_ranks import LONG, LONG_EVERY, LOOK_S, judge_windows
-from opsd.launch.run.step_times import PHASES, SAMPLE_S, decode, encode
+from opsd.launch.run.slow_ranks import LONG, LONG_EVERY, LOOK_S, PHASES, SAMPLE_S, decode, encode, judge_windows
 from opsd.stragglers.judge import Place, Trace
 
 RANKS, PER_NODE = 4096, 8

@@ -47,15 +47,16 @@ from opsd.launch.run.launchers import (
     DEFAULT_PORT,
     Launchers,
     RendezvousError,
+    RendezvousOptions,
     default_port,
     find_launchers,
+    join_rendezvous,
     slurm_nodes,
     start_of,
     too_many_here,
 )
 from opsd.launch.run.nvlink_domain import imex_problem, own_domain
 from opsd.launch.run.readiness import spare_readiness
-from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.rundir import RunError, RunFolders, RunTakenError, memory_root, prune

@@ -14,8 +14,7 @@ import click
 from opsd import DISTRIBUTION
 from opsd.commands.options import F, Seconds, option, options
 from opsd.launch.ranks.settings import AUDITS, gpu_count
-from opsd.launch.run.launchers import NodeCount
-from opsd.launch.run.rendezvous import RendezvousOptions
+from opsd.launch.run.launchers import NodeCount, RendezvousOptions
 from opsd.rundir import valid_name
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500

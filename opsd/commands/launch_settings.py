@@ -30,10 +30,9 @@ from opsd.launch.io.reporting import print_message, takes_color
 from opsd.launch.ranks.settings import PREFIX, Program, Settings, Streams
 from opsd.launch.run.announcer import resume_command
 from opsd.launch.run.companions import Beside
-from opsd.launch.run.launchers import Launchers, NodeCount
+from opsd.launch.run.launchers import Launchers, NodeCount, RendezvousOptions
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import known_at_start
-from opsd.launch.run.rendezvous import RendezvousOptions
 from opsd.ledger.records import PLAN
 from opsd.plan.hardware import kind_of
 from opsd.rundir import valid_name

@@ -114,7 +114,7 @@ def plan(
     All numbers are predictions; --json names the source of each figure behind them. Measurements of preflight, make
     bench-gpu, runs, journals and Slurm's events replace defaults (docs/planning.md). --assume replaces any figure.
     """
-    from opsd.calibration.evidence import NotUsable
+    from opsd.calibration.read import NotUsable
     from opsd.plan.search import CannotPlan
     from opsd.trainer.config import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from opsd import exitcodes
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun, Body
-from opsd.launch.hangs.culprit import EARLY_S, RankStatus
+from opsd.launch.hangs.hang import EARLY_S, RankStatus
 from opsd.launch.hangs.limits import FACTOR, HangLimits
 from opsd.launch.io.loop import Callback, Timer
 from opsd.launch.io.protocol import Member

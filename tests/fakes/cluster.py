@@ -13,7 +13,7 @@ from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.messages import Progress, ToLeader
 from opsd.launch.run.nodes import RunShape
-from opsd.launch.run.step_times import StepSampler
+from opsd.launch.run.slow_ranks import StepSampler
 from tests.fakes.leader import NODES, FakeGroup, FakeLoop, member
 
 OWN, LEADER = "n2", "n1"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opsd.launch.hangs.capture import Frame, Stack, Thread
-from opsd.launch.hangs.culprit import Hang
-from opsd.launch.hangs.hang import HangDetector
+from opsd.launch.hangs.hang import Hang, HangDetector
 from opsd.launch.hangs.limits import HangLimits
 from tests.fakes.ranks import FakeRank
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from opsd.calibration.bench import figures_of
+from opsd.calibration.read import bench_figures
 from opsd.plan.hardware import hardware_of
 from opsd.plan.layout import Layout
 from opsd.plan.memory import memory_of
@@ -123,7 +123,7 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
     assert found["late"]["skipped"] == "its time was up in step 1"
     assert results["torch"] == torch.__version__
     of_gpu = results | {"gpu": "NVIDIA H100 80GB HBM3"}
-    evidence = figures_of(tmp_path / "result.json", of_gpu, "h100", hardware_of("h100"))
+    evidence = bench_figures(tmp_path / "result.json", of_gpu, "h100", hardware_of("h100"))
     assert [figure.name for figure in evidence] == ["loop", "data", "stall"]
 
 

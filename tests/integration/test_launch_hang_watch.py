@@ -18,7 +18,7 @@ import pytest
 
 from opsd.client import process_start
 from opsd.launch.hangs.capture import StackCapture, Target, find_py_spy
-from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import RankOutput

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from opsd.attribution import TRACED
 from opsd.launch.hangs.capture import Frame, Stack, Thread
-from opsd.launch.hangs.culprit import Hang
-from opsd.launch.hangs.hang import HangDetector
+from opsd.launch.hangs.hang import Hang, HangDetector
 from opsd.launch.hangs.limits import HangLimits
 from tests.fakes.hang_world import AT_WORK, IN_COLLECTIVE, LIMITS, REPORTERS, World
 from tests.fakes.ranks import FakeRank

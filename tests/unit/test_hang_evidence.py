@@ -19,10 +19,9 @@ from opsd.attribution import RankState, attribute_hang
 from opsd.collectors.lib.nvml.driver import DeviceUse
 from opsd.launch.hangs.activity import BUSY_SHARE, MOVED_BYTES, Activity, ActivityTracker, Usage, compare, read_usage
 from opsd.launch.hangs.capture import Frame, Stack, Thread, parse_stack
-from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.gpu_probe import report, samples_of
 from opsd.launch.hangs.gpus import GpuState, GpuUse, Sample, parse_uses, state_of
-from opsd.launch.hangs.hang import HangDetector
+from opsd.launch.hangs.hang import Hang, HangDetector
 from opsd.launch.hangs.limits import HangLimits
 from tests.fakes.clock import eventually
 from tests.fakes.ranks import FakeRank

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from opsd.collectors.lib.nccl.desync import BETWEEN, MISMATCHED, NEVER_CALLED, NO_DUMP, Desync
-from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus
+from opsd.launch.hangs.hang import CERTAIN, Hang, RankStatus
 from opsd.launch.hangs.recorder import RecorderJudge, dump_path, judge_folder, short_path, with_verdict
 from opsd.launch.hangs.watch import Dumps, ask_server
 from opsd.launch.io.loop import Callback, Loop, Timer

@@ -17,10 +17,18 @@ from opsd.launch.io.handshake import SECRET_FILE, SECRET_VARIABLE, SecretError, 
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.launchers import (
     BATCH,
+    BEAT_S,
     DEFAULT_PORT,
+    FOLDER,
+    ROSTERS,
+    SILENT_S,
     Launchers,
+    Meeting,
     NodeCount,
     RendezvousError,
+    RendezvousOptions,
+    Roster,
+    SharedRoster,
     default_port,
     find_launchers,
     is_single_attempt,
@@ -29,9 +37,6 @@ from opsd.launch.run.launchers import (
     start_of_job,
     too_many_here,
 )
-from opsd.launch.run.rendezvous import BEAT_S, FOLDER, Meeting, RendezvousOptions
-from opsd.launch.run.roster import FOLDER as ROSTER
-from opsd.launch.run.roster import SILENT_S, Roster, SharedRoster
 
 # Which launchers a run has, what they know in common, and what is said when that cannot be found out.
 
@@ -283,7 +288,7 @@ def test_all_find_the_same_launchers(tmp_path: Path) -> None:
     found = Nodes().go([meeting(tmp_path, own, 20, 20) for own in everybody], 10)
     assert [known and known.own for known in found] == everybody
     assert {known and known.members for known in found} == {tuple(sorted(everybody, key=lambda one: one.name))}
-    assert [path.name for path in (tmp_path / FOLDER / ROSTER).iterdir()] == ["1.json.gz"]
+    assert [path.name for path in (tmp_path / FOLDER / ROSTERS).iterdir()] == ["1.json.gz"]
 
 
 def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
@@ -302,7 +307,7 @@ def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
 def test_each_look_for_a_roster_follows_a_change_in_its_folder(tmp_path: Path) -> None:
     """Otherwise an NFS client may show the folder as it was, without the roster that another node has made."""
     author, other = (meeting(tmp_path, member(number), 3, 3) for number in range(2))
-    folder = tmp_path / FOLDER / ROSTER
+    folder = tmp_path / FOLDER / ROSTERS
     for one in (author, other, other):
         os.utime(folder, (0, 0))
         assert one.step(0.0) is None
@@ -318,7 +323,7 @@ def test_who_takes_over_from_a_silent_author(tmp_path: Path) -> None:
     others.append(meeting(tmp_path, member(3), 3, 4))
     found = nodes.go(others, 10)
     assert {known and known.members for known in found} == {(member(1), member(2), member(3))}
-    assert sorted(path.name for path in (tmp_path / FOLDER / ROSTER).iterdir()) == ["1.json.gz", "2.json.gz"]
+    assert sorted(path.name for path in (tmp_path / FOLDER / ROSTERS).iterdir()) == ["1.json.gz", "2.json.gz"]
 
 
 def test_a_roster_left_over_is_not_used(tmp_path: Path) -> None:
@@ -367,7 +372,7 @@ def test_the_last_call_waits_for_more_and_ends(tmp_path: Path) -> None:
 
 def roster_of(folder: Path, members: Sequence[Member]) -> Path:
     """The file in which ``members`` are listed."""
-    rosters = folder / ROSTER
+    rosters = folder / ROSTERS
     rosters.mkdir(parents=True)
     shared = SharedRoster(folder, members[0])
     assert shared.is_author(0.0)

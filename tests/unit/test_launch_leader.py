@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.hangs.culprit import RankStatus
+from opsd.launch.hangs.hang import RankStatus
 from opsd.launch.ranks.failure import COMPANION_REFUSED, RankError
 from opsd.launch.run import messages
 from opsd.launch.run.messages import RankStatusesWanted, Stop, StopOrdered, StopReason

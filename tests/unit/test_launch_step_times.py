@@ -17,8 +17,20 @@ from opsd.client import RING_STEPS
 from opsd.launch.io.reporting import flush_all
 from opsd.launch.ranks.step_log import StepLog
 from opsd.launch.run.messages import CODEC, Progress, StepTimes
-from opsd.launch.run.slow_ranks import FOUND, GONE, GONE_S, REPEAT_S, SURE, SlowRankWatch, concerns
-from opsd.launch.run.step_times import PHASES, StepSampler, decode, encode, interval
+from opsd.launch.run.slow_ranks import (
+    FOUND,
+    GONE,
+    GONE_S,
+    PHASES,
+    REPEAT_S,
+    SURE,
+    SlowRankWatch,
+    StepSampler,
+    concerns,
+    decode,
+    encode,
+    interval,
+)
 from tests.fakes.leader import FakeLoop
 from tests.fakes.ranks import FakeRank
 

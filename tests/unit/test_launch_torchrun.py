@@ -27,8 +27,7 @@ from opsd.launch.ranks.settings import (
     python_with,
     too_few_gpus,
 )
-from opsd.launch.run.launchers import NodeCount
-from opsd.launch.run.rendezvous import RendezvousOptions
+from opsd.launch.run.launchers import NodeCount, RendezvousOptions
 
 # torchrun's command lines: every flag, abbreviation and variable is taken, or refused with the way out.
 

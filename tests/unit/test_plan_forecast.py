@@ -17,8 +17,7 @@ from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.agent.store import open_file
-from opsd.calibration.evidence import NotUsable, day
-from opsd.calibration.read import measured
+from opsd.calibration.read import NotUsable, day, measured
 from opsd.commands.launch_settings import plan_command
 from opsd.commands.main import cli
 from opsd.commands.report import report

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opsd.collectors.lib.nccl.desync import BETWEEN, MISMATCHED, Desync, Dump, DumpError, evidence, judge, parse_dump
-from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus
+from opsd.launch.hangs.hang import CERTAIN, Hang, RankStatus
 from opsd.launch.io.loop import Timers
 from opsd.rundir import RECORDER
 

@@ -16,9 +16,8 @@ from opsd.collectors.lib.nccl.desync import DumpError, shortened
 from opsd.events import HangDetected
 from opsd.launch.hangs.activity import Activity, ActivityTracker
 from opsd.launch.hangs.capture import StackCapture, Target
-from opsd.launch.hangs.culprit import Hang, RankStatus
 from opsd.launch.hangs.gpus import GpuProbe, GpuState
-from opsd.launch.hangs.hang import HangDetector, Observation, Stall
+from opsd.launch.hangs.hang import Hang, HangDetector, Observation, RankStatus, Stall
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.recorder import MAX_DUMP, dump_path, short_path
 from opsd.launch.io.loop import Loop

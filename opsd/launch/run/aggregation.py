@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.launch.hangs.culprit import Hang, RankStatus, is_hang, name_culprit
+from opsd.launch.hangs.hang import Hang, RankStatus, is_hang, name_culprit
 from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.run.messages import FailedRank, HangFound, RankStatuses

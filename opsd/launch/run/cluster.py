@@ -15,7 +15,7 @@ from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Body
 from opsd.launch.claims.tcp_group import LASTING
-from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
 from opsd.launch.io.loop import Timer
 from opsd.launch.io.protocol import Member, ProtocolError

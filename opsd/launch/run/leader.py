@@ -31,7 +31,7 @@ from opsd.events import (
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.election import LeaderView
 from opsd.launch.claims.messages import Begun
-from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.recorder import RecorderJudge, with_verdict
 from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Timers

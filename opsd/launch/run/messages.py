@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from opsd.launch.claims import messages as group
-from opsd.launch.hangs.culprit import RankStatus
+from opsd.launch.hangs.hang import RankStatus
 from opsd.launch.io.protocol import Codec
 from opsd.launch.ranks.failure import Failure
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from opsd.launch.claims.group import Group
-from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
 from opsd.launch.ranks.failure import Failure
 from opsd.launch.ranks.ranks import Rank

@@ -16,7 +16,7 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.client import process_start
 from opsd.events import Finished, GenerationStarted, RankProcess
-from opsd.launch.hangs.culprit import RankStatus
+from opsd.launch.hangs.hang import RankStatus
 from opsd.launch.hangs.limits import FINISH_S, WARM_STEPS
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
@@ -32,7 +32,7 @@ from opsd.launch.ranks.step_log import StepLog
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.companions import Companions
 from opsd.launch.run.run_control import CONTROL, RankFailure, RunControl
-from opsd.launch.run.step_times import StepSampler
+from opsd.launch.run.slow_ranks import StepSampler
 from opsd.rank_page import RankPage
 from opsd.rundir import RunFolders, RunState, State
 from opsd.words import duration, ranges
