@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 settings.register_profile("opsd", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)

@@ -8,7 +8,7 @@ import time
 
 from opsd.launch.run.messages import CODEC, Progress, StepTimes
 from opsd.launch.run.slow_ranks import LONG, LONG_EVERY, LOOK_S, PHASES, SAMPLE_S, decode, encode, judge_windows
-from opsd.stragglers.judge import Place, Trace
+from opsd.stragglers.trace import Place, Trace
 
 RANKS, PER_NODE = 4096, 8
 TOLD_S = 2.0

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opsd.stragglers.judge import BACKWARD, COMPUTE, DATA, FORWARD, GPU, STEP, TRANSFER, Place, Trace
+from opsd.stragglers.trace import BACKWARD, COMPUTE, DATA, FORWARD, GPU, STEP, TRANSFER, Place, Trace
 
 _NAMES = {
     "rank": ("rank", "global_rank", "worker"),

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TypeGuard, TypeVar
 
 from opsd.runbooks.base import Evidence, Series, View
-from opsd.stragglers.outliers import spread as spread
+from opsd.stragglers.trace import spread as spread
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from tests.adversary.attacks import invent_run, make_files
 from tests.adversary.node import NAME, Node
 from tests.adversary.soak.verdict import MOST_MIB
 from tests.fakes.clock import eventually, until
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 # An agent without memory acts on nothing, and one that is killed while it acts finishes what it began.
 

@@ -15,7 +15,7 @@ from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import crash_in_a_file, invent_run, make_files, make_runs
 from tests.adversary.node import Node
 from tests.fakes.clock import eventually
-from tests.fakes.fuse import FUSE, silent_mount
+from tests.fakes.tree import FUSE, silent_mount
 
 # A user who invents runs: nothing is believed that kernel, driver or Slurm contradict, and nobody else pays for it.
 

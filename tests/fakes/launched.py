@@ -1,4 +1,7 @@
-"""Runs ``opsd launch`` on small programs, as a user would, and reads what it leaves."""
+"""Runs `opsd launch` on small programs as a user would, and what it leaves.
+
+Runs ``opsd launch`` on small programs, as a user would, and reads what it leaves.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tests.fakes.clock import eventually
-from tests.fakes.events import unknown_fields
+from tests.fakes.schemas import unknown_fields
 
 TRAIN = """
 import os, signal, sys, time
@@ -154,3 +158,55 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+# A launcher's control socket without a launcher.
+
+
+class SwappingLauncher:
+    """A run on ``nodes`` with ``spares`` that swaps when asked, ``slowly`` meaning never; listens at ``control``.
+
+    Without spares it has those of the ``pool`` once it was asked to swap.
+    ``requests`` are those that it got, questions for its status left out.
+    """
+
+    def __init__(
+        self,
+        nodes: list[str],
+        spares: list[str],
+        *,
+        control: Path | None = None,
+        run: str = "r",
+        slowly: bool = False,
+        pool: list[str] | None = None,
+    ) -> None:
+        self.nodes, self.spares, self._run, self._slowly, self._pool = nodes, spares, run, slowly, pool
+        self.requests: list[dict[str, Any]] = []
+        if control is not None:
+            control.parent.mkdir(parents=True, exist_ok=True)
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(str(control))
+            self._listener.listen()
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def __call__(self, request: Any) -> dict[str, Any]:
+        """The answer to one request."""
+        if request["cmd"] == "status":
+            members = {"nodes": self.nodes, "spares": self.spares, "head": self.nodes[0]}
+            return {"ok": True, "run": self._run, "waits": self._pool is not None, **members}
+        self.requests.append(dict(request))
+        if not self.spares and self._pool is not None:
+            self.spares = self._pool
+            return {"ok": False, "error": "the run has no spare; one has been asked for", "coming": True}
+        if not self.spares:
+            return {"ok": False, "error": "the run has no spare"}
+        if not self._slowly:
+            spare, *self.spares = self.spares
+            self.nodes = [spare if name == request["node"] else name for name in self.nodes]
+        return {"ok": True}
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection, connection.makefile("rwb") as stream:
+                stream.write(json.dumps(self(json.loads(stream.readline()))).encode() + b"\n")

@@ -18,7 +18,7 @@ import psutil
 
 from opsd.ports import free_port
 from tests.fakes.clock import until
-from tests.fakes.events import unknown_fields
+from tests.fakes.schemas import unknown_fields
 
 
 class Nodes:

@@ -1,4 +1,7 @@
-"""NVML collectors in a process of their own: one process can load only one driver library."""
+"""NVML collectors in a process of their own, and devices where no driver is loaded.
+
+NVML collectors in a process of their own: one process can load only one driver library.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from opsd.collectors.base import GpuFact, NoData, Reading
@@ -124,3 +128,14 @@ def facts(reading: Reading | NoData) -> list[GpuFact]:
     """The GPUs of a reading."""
     assert isinstance(reading, Reading)
     return [fact for fact in reading.facts if isinstance(fact, GpuFact)]
+
+
+# A device file that counts as a GPU's where no driver is loaded.
+
+
+def gpu_device(proc: Path) -> str:
+    """The name of a device file of everybody's, whose number has the driver of the procfs below ``proc``."""
+    (proc / "devices").write_text(
+        "Character devices:\n  1 nvidia\n  4 tty\n195 nvidiactl\n\nBlock devices:\n  5 nvidia\n"
+    )
+    return "/dev/zero"

@@ -1,4 +1,7 @@
-"""Small pipelines of datatrove, and an engine that runs their tasks in this process."""
+"""Small pipelines of datatrove, and an engine that runs their tasks in this process.
+
+Small pipelines of datatrove, and an engine that runs their tasks in this process.
+"""
 
 from __future__ import annotations
 

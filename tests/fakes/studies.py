@@ -1,4 +1,7 @@
-"""Small studies, and cells that ended as a test wants without having run."""
+"""Small studies whose cells ended as a test wants.
+
+Small studies, and cells that ended as a test wants without having run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from opsd.ablate.report import Report, make_report
 from opsd.ablate.study import Study, read_study
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
-from tests.fakes.corpora import make_corpus
+from tests.fakes.posttrain import make_corpus
 
 STEPS = 20
 STUDY = f"""

@@ -13,7 +13,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App
 from opsd.agent.web.server import Server
 from opsd.collectors.base import Metric, Sample
-from tests.fakes.agent import SILENT
+from tests.fakes.collectors import SILENT
 from tests.fakes.fuzzing import AMOUNTS, PIECES, changed, fuzz, numbers, texts
 from tests.fakes.incidents import incident
 

@@ -29,9 +29,8 @@ from opsd.agent.web.server import CONNECTION_S, HEADER_S, MAX_PER_PEER, Server
 from opsd.collectors.base import Metric, NoData, Reading, RepairFact, RepairStep, Sample
 from opsd.commands.main import cli
 from opsd.runbooks.base import Cost, State
-from tests.fakes.agent import SILENT, Agent, runbook
 from tests.fakes.clock import FakeClock, eventually
-from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
+from tests.fakes.collectors import SILENT, VALUE, Agent, FakeCollector, HangingCollector, runbook
 from tests.fakes.incidents import finding, incident
 
 # The agent over real HTTP, with collectors that raise, hang and find nothing.

@@ -24,8 +24,8 @@ from opsd.simulated.gpus import SimulatedGpus
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.stack.node import Port
 from tests.fakes.clock import eventually
-from tests.fakes.openapi import Description
 from tests.fakes.process import Opsd
+from tests.fakes.schemas import Description
 from tests.fakes.webhook import Webhook
 
 pytestmark = pytest.mark.xdist_group("agent-process")

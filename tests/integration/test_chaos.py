@@ -29,7 +29,7 @@ from opsd.rank_page import read_page
 from tests.fakes.clock import eventually
 from tests.fakes.launched import TRAIN, Launched, alive
 from tests.fakes.namespaces import Namespaces, NoNamespacesError
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 # `opsd chaos` on a real run: each fault happens, is undone, and is undone as well when chaos itself is killed.
 

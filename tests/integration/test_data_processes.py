@@ -26,10 +26,10 @@ from opsd.ledger import beside
 from opsd.ledger.beside import DataRun
 from opsd.slurm.port import Node
 from tests.fakes.clock import until
-from tests.fakes.faults import Faults
+from tests.fakes.power_loss import Faults
 from tests.fakes.pipelines import PIPELINE, contents, make_pipeline
 from tests.fakes.slurm import FakeSlurm
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 OPSD = [sys.executable, "-m", "opsd", "data"]
 TROUBLE = """

@@ -24,11 +24,10 @@ from opsd.checkpoints.manifest import MANIFEST, folder_of, read, steps, verify
 from opsd.config import template
 from opsd.durable import DRAFT
 from opsd.trainer.locks import LOCKS
-from tests.fakes.corpora import make_corpus
-from tests.fakes.faults import ERRORS, Call, Faults, calls
+from tests.fakes.checkpoints import EVERY, STEPS, SavedRun
 from tests.fakes.launched import Launched
-from tests.fakes.power_loss import changes, losses, rebuild
-from tests.fakes.saving import EVERY, STEPS, SavedRun
+from tests.fakes.posttrain import make_corpus
+from tests.fakes.power_loss import ERRORS, Call, Faults, calls, changes, losses, rebuild
 
 # Files of commands whose call fails, that are killed, or whose power fails: whole or absent, and nothing is left
 # over.

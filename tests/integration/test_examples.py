@@ -13,7 +13,7 @@ import pytest
 from opsd import exitcodes
 from opsd.ledger.ledger import read_ledger
 from opsd.rank_page import read_page
-from tests.fakes.huggingface import WORDS, make_model, make_tokenizer
+from tests.fakes.hf_models import WORDS, make_model, make_tokenizer
 from tests.fakes.launched import Launched
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -25,8 +25,8 @@ from opsd.launch.io.protocol import Member
 from opsd.ports import free_port
 from tests.fakes import group_process
 from tests.fakes.clock import eventually
+from tests.fakes.group import FaultInjection
 from tests.fakes.group_process import PrintingListener
-from tests.fakes.invariants import FaultInjection
 
 # Launchers that claim and talk over real connections, each a process with an address of its own on loopback.
 

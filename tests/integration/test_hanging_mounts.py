@@ -16,8 +16,7 @@ from opsd.collectors.host import HostCollector
 from opsd.collectors.nccl import NcclCollector
 from opsd.collectors.storage import StorageCollector
 from opsd.collectors.storage_net import StorageNetCollector
-from tests.fakes.fuse import FUSE, silent_mount
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import FUSE, silent_mount, tmpfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not FUSE.exists(), reason="needs root and FUSE for a mount")
 

@@ -16,11 +16,11 @@ from opsd.agent.web.server import Server
 from opsd.runbooks.base import Severity
 from opsd.settings.sections import AgentSettings
 from opsd.slurm.port import Node
-from tests.fakes.agent import SILENT
-from tests.fakes.answering import answering
 from tests.fakes.clock import eventually
+from tests.fakes.collectors import SILENT
 from tests.fakes.incidents import incident
 from tests.fakes.slurm import FakeSlurm
+from tests.fakes.webhook import answering
 from tests.integration.test_web_config import HASH, certificate, write
 from tests.unit.test_page import rank, run, snapshot
 from tests.unit.test_page_job import speeds

@@ -22,7 +22,7 @@ from opsd.spares import pool
 from opsd.spares.pool import SpareState
 from tests.fakes.launched import TRAIN, Launched
 from tests.fakes.nodes import Nodes
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 # Two copies of a run: one writes into the run's folder, the other stops.
 

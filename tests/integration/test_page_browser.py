@@ -33,8 +33,8 @@ from opsd.report.run import Price, read_run
 from opsd.report.study import study_page
 from opsd.runbooks.base import Culprit, Severity
 from opsd.slurm.port import Node
-from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
+from tests.fakes.collectors import SILENT
 from tests.fakes.incidents import WALL, incident
 from tests.fakes.plans import run_of
 from tests.fakes.slurm import FakeSlurm

@@ -19,7 +19,7 @@ import pytest
 from opsd.preflight.base import Verdict
 from opsd.preflight.report import Report
 from tests.fakes.clock import eventually
-from tests.fakes.preflight_reports import VERSIONS, report
+from tests.fakes.preflight import VERSIONS, report
 
 QUICK = ("versions", "limits", "hugepages", "numa")
 

@@ -22,9 +22,9 @@ from opsd.preflight.report import Report, Result
 from opsd.preflight.training import demand_by, demand_of
 from opsd.preflight.view import PlainView
 from opsd.settings.sections import PreflightSettings
-from tests.fakes import preflight_checks as fake
+from tests.fakes import preflight as fake
 from tests.fakes.clock import eventually
-from tests.fakes.preflight_node import with_gpu
+from tests.fakes.preflight import with_gpu
 from tests.fakes.tree import ROOT
 
 pytest.importorskip("torch")

@@ -15,9 +15,8 @@ import pytest
 from trainer_world import CONFIG
 
 from opsd import exitcodes
-from tests.fakes.events import unknown_fields
 from tests.fakes.launched import Launched
-from tests.fakes.schemas import errors, schema, strict
+from tests.fakes.schemas import errors, schema, strict, unknown_fields
 
 
 @pytest.fixture(scope="module")

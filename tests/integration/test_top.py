@@ -22,7 +22,7 @@ from opsd.agent.web.server import Server
 from opsd.collectors.base import GpuFact, Sample
 from opsd.collectors.lib.nvml.series import GPU_TEMP
 from opsd.commands.top import screen
-from tests.fakes.agent import SILENT
+from tests.fakes.collectors import SILENT
 from tests.fakes.facts import rank
 from tests.fakes.incidents import incident
 

@@ -18,7 +18,7 @@ from opsd.checkpoints.manifest import MANIFEST, REJECTED, folder_of, read, steps
 from opsd.rank_page import process_state, write_request
 from opsd.trainer.config import CONFIG
 from tests.fakes.clock import until
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 # What happens to a run of the trainer: killed ranks and workers, a full disk. The losses stay the same bits.
 

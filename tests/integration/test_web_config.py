@@ -22,8 +22,8 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.app import App
 from opsd.agent.web.server import HANDSHAKES, Server
-from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
+from tests.fakes.collectors import SILENT
 from tests.fakes.process import Opsd
 
 pytest.importorskip("bcrypt")

@@ -17,7 +17,7 @@ from opsd.ports import free_port
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from tests.fakes.clock import until
-from tests.fakes.events import unknown_fields
+from tests.fakes.schemas import unknown_fields
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["opsd.trainer.__main__"])

@@ -14,7 +14,7 @@ from opsd.agent.web.server import Server
 from opsd.dependents import nothing_left
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.world import StackError
-from tests.fakes.agent import SILENT
+from tests.fakes.collectors import SILENT
 from tests.pictures import boards, pages, run, study, terminal
 from tests.pictures.browser import PictureError
 from tests.pictures.cluster import cluster, story

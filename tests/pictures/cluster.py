@@ -14,7 +14,7 @@ from typing import Final
 from opsd.preflight.view import openmetrics
 from opsd.stack.node import GPUS, StackNode
 from opsd.stack.world import Stack
-from tests.fakes.preflight_reports import CLOCK, DISK, GEMM, report
+from tests.fakes.preflight import CLOCK, DISK, GEMM, report
 
 SILENT: Final = "node-21"
 DOWN_S: Final = 6.0

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("yaml")
 
 from opsd.scenarios.model import files, load
-from tests.fakes.alert_replay import Replay, tell
+from tests.fakes.alert_cases import Replay, tell
 
 pytestmark = [
     pytest.mark.slow,

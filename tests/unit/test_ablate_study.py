@@ -36,7 +36,7 @@ from opsd.ablate.run import jobs_of, opsd_command, spare_partition, stop, submit
 from opsd.ablate.study import StudyError, identity_of, read_study
 from opsd.slurm.port import Job, Partition, SlurmUnavailable
 from opsd.trainer.config import load
-from tests.fakes.corpora import make_corpus
+from tests.fakes.posttrain import make_corpus
 from tests.fakes.slurm import FakeSlurm
 from tests.fakes.studies import ARM, STEPS, end_cell, make_study, study_and_cells
 

@@ -32,9 +32,8 @@ from opsd.settings.policy import PolicySettings
 from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.ownership import Refused, allowance, drain_objections, held, kind_of, surplus, take_over
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
-from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import until
-from tests.fakes.collectors import FakeCollector
+from tests.fakes.collectors import Agent, FakeCollector, runbook
 from tests.fakes.incidents import finding
 from tests.fakes.slurm import FakeSlurm
 

@@ -12,9 +12,8 @@ import pytest
 from opsd.collectors.base import NoData, Reading
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Runbook, State, View
 from opsd.settings.policy import PolicySettings
-from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import eventually
-from tests.fakes.collectors import FakeCollector
+from tests.fakes.collectors import Agent, FakeCollector, runbook
 from tests.fakes.incidents import finding
 
 

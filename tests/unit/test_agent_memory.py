@@ -16,9 +16,8 @@ from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import PastAction
 from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
 from opsd.settings.policy import PolicySettings
-from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import FakeClock, until
-from tests.fakes.collectors import FakeCollector
+from tests.fakes.collectors import Agent, FakeCollector, runbook
 from tests.fakes.incidents import WALL, finding, incident
 
 LOWER = Action("set_power_limit", "gpu0", {"gpu": 0, "watts": 500}, "too hot")

@@ -16,9 +16,8 @@ from opsd.agent.notify import Announcer
 from opsd.collectors.base import Reading
 from opsd.control import ControlError, ask
 from opsd.runbooks.base import Action, Finding, Incident, Severity, State, View
-from tests.fakes.agent import SILENT, Agent, runbook
 from tests.fakes.clock import eventually, until
-from tests.fakes.collectors import FakeCollector
+from tests.fakes.collectors import SILENT, Agent, FakeCollector, runbook
 from tests.fakes.incidents import finding
 
 

@@ -36,7 +36,7 @@ from opsd.checkpoints.claims import (
 from tests.fakes import claimant
 from tests.fakes.claimant import no_link
 from tests.fakes.claims import claim_of, names, place_of, run
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 # Claims of generations in the folder of a run: one owner each, the highest holds, and whatever lies there is borne.
 

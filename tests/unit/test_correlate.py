@@ -16,9 +16,8 @@ from opsd.agent.incidents import IncidentTable
 from opsd.agent.web import api
 from opsd.collectors.base import Reading
 from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Runbook, Severity
-from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import FakeClock
-from tests.fakes.collectors import FakeCollector
+from tests.fakes.collectors import Agent, FakeCollector, runbook
 from tests.fakes.facts import rank
 from tests.fakes.incidents import WALL, finding, incident
 

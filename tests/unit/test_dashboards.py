@@ -16,12 +16,12 @@ from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import rules
 from opsd.dashboards.boards import NAMES, OF_GRAFANA, in_order, text_of
 from opsd.preflight.view import openmetrics
-from tests.fakes.preflight_reports import GEMM, report
+from tests.fakes.preflight import GEMM, report
 
 pytest.importorskip("grafana_client")
 from opsd.commands.main import cli
 from opsd.ports import free_port
-from tests.fakes.grafana import TOKEN, FakeGrafana
+from tests.fakes.webhook import TOKEN, FakeGrafana
 
 # The boards: current, described, and about series that opsd really exports.
 

@@ -16,9 +16,8 @@ from opsd import durable
 from opsd.checkpoints.claims import put
 from opsd.durable import draft_of
 from opsd.inodes import look, open_beside, open_folder
-from tests.fakes.faults import Faults, calls
-from tests.fakes.fuse import FUSE, silent_mount
-from tests.fakes.tree import ROOT
+from tests.fakes.power_loss import Faults, calls
+from tests.fakes.tree import FUSE, ROOT, silent_mount
 
 # Files are replaced whole or not at all, and errors name them.
 

@@ -20,9 +20,8 @@ from opsd.collectors import plugins
 from opsd.collectors.base import Event, NoData, Reading, Sample
 from opsd.collectors.ranks import RanksCollector
 from opsd.runbooks.base import Finding, Runbook, View
-from tests.fakes.agent import SILENT
 from tests.fakes.clock import FakeClock, eventually
-from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
+from tests.fakes.collectors import SILENT, VALUE, FakeCollector, HangingCollector
 from tests.fakes.incidents import finding
 
 # Gathering: whatever one collector does, the others and the loop go on, and it shows.

@@ -8,8 +8,7 @@ from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.messages import Leave, MemberChanges, MemberList, Message, Seek
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import RunShape
-from tests.fakes.group import Launcher, World
-from tests.fakes.group_run import JOB, Run, claim_of
+from tests.fakes.group import JOB, Launcher, Run, World, claim_of
 
 # Launchers of a run in a world of virtual time: who claims, who obeys, and that nobody goes on who was passed over.
 

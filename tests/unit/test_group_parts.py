@@ -30,9 +30,7 @@ from opsd.launch.claims.messages import (
 from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Quorum, quorum
 from opsd.launch.io.protocol import Codec, Member
 from opsd.launch.run.nodes import RunShape
-from tests.fakes.group import FakeClaimStore, Launcher, World
-from tests.fakes.group_run import Run
-from tests.fakes.invariants import FaultInjection
+from tests.fakes.group import FakeClaimStore, FaultInjection, Launcher, Run, World
 from tests.fakes.protocol import FREE, Costs, Launchers, run
 
 # The parts of the group: plans in claims, patience with peers, messages that are said again.

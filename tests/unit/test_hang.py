@@ -12,8 +12,7 @@ from opsd.attribution import TRACED
 from opsd.launch.hangs.capture import Frame, Stack, Thread
 from opsd.launch.hangs.hang import Hang, HangDetector
 from opsd.launch.hangs.limits import HangLimits
-from tests.fakes.hang_world import AT_WORK, IN_COLLECTIVE, LIMITS, REPORTERS, World
-from tests.fakes.ranks import FakeRank
+from tests.fakes.ranks import AT_WORK, IN_COLLECTIVE, LIMITS, REPORTERS, FakeRank, World
 
 # The judge of hangs: slow is not hung, hung is named in time, with the right culprit.
 

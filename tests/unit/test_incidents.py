@@ -12,9 +12,7 @@ from opsd.agent import incidents, lifecycle
 from opsd.agent.incidents import IncidentTable, cost_growth, reduce, settled_by, shifted
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
-from tests.fakes.incidents import WALL
-from tests.fakes.incidents import finding as trouble_found
-from tests.fakes.timeline import RULES, T0, Timeline, finding
+from tests.fakes.incidents import RULES, T0, WALL, Timeline, finding, throttled
 
 # The life of an incident, whatever is found, healed and done in whatever order.
 
@@ -23,7 +21,7 @@ def test_a_finding_opens_one_incident_however_often_it_is_found() -> None:
     """The same kind and key is the same incident; another key is another one."""
     timeline = Timeline()
     for _ in range(5):
-        timeline.tick(finding(), finding("gpu1"))
+        timeline.tick(throttled(), throttled("gpu1"))
     assert len(timeline.table.incidents) == 2
     assert [t.after for t in timeline.transitions] == [State.OPEN, State.OPEN]
 
@@ -31,11 +29,11 @@ def test_a_finding_opens_one_incident_however_often_it_is_found() -> None:
 def test_an_incident_opens_only_once_it_was_found_for_long_enough() -> None:
     """A shorter finding leaves no trace, and a gap of two ticks does not restart the time."""
     timeline = Timeline({"throttle": IncidentRules(open_after_s=5)})
-    timeline.tick(finding())
+    timeline.tick(throttled())
     for _ in range(5):
         timeline.tick()
     assert not timeline.table.pending
-    for found in ([finding()], [], [finding()], [finding()], [finding()], [finding()]):
+    for found in ([throttled()], [], [throttled()], [throttled()], [throttled()], [throttled()]):
         assert not timeline.table.incidents
         timeline.tick(*found)
     assert timeline.incident.state is State.OPEN
@@ -44,10 +42,10 @@ def test_an_incident_opens_only_once_it_was_found_for_long_enough() -> None:
 def test_a_remedy_that_helps_resolves_the_incident() -> None:
     """open, acting, verifying, resolved; and what was done stands in the incident."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.act()
     assert timeline.incident.state is State.ACTING
-    timeline.tick(finding(), healed=True, outcomes=[timeline.outcome()])
+    timeline.tick(throttled(), healed=True, outcomes=[timeline.outcome()])
     assert timeline.incident.state is State.VERIFYING
     for _ in range(4):
         timeline.tick(healed=True)
@@ -60,12 +58,12 @@ def test_a_remedy_that_helps_resolves_the_incident() -> None:
 def test_a_remedy_that_does_not_help_is_tried_again_and_then_escalated() -> None:
     """After max_attempts an incident is a person's; it stays current and opens no second one."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     for attempt in (0, 1):
         timeline.act()
-        timeline.tick(finding(), healed=False, outcomes=[timeline.outcome(number=attempt)])
+        timeline.tick(throttled(), healed=False, outcomes=[timeline.outcome(number=attempt)])
         for _ in range(11):
-            timeline.tick(finding(), healed=False)
+            timeline.tick(throttled(), healed=False)
     assert timeline.incident.state is State.ESCALATED
     assert timeline.incident.verdict == "not over 10 s after 2 attempts"
     assert [t.after for t in timeline.transitions].count(State.OPEN) == 2
@@ -74,36 +72,36 @@ def test_a_remedy_that_does_not_help_is_tried_again_and_then_escalated() -> None
 def test_an_escalated_incident_is_over_once_healed_but_stays_escalated() -> None:
     """That opsd could not help is part of the record; the next occurrence is a new incident."""
     timeline = Timeline({"throttle": IncidentRules(verify_s=2)})
-    timeline.tick(finding())
+    timeline.tick(throttled())
     first = timeline.incident.id
     for _ in range(4):
-        timeline.tick(finding(), healed=False, idle=True)
+        timeline.tick(throttled(), healed=False, idle=True)
     assert timeline.incident.state is State.ESCALATED
     for _ in range(7):
         timeline.tick(healed=True)
     assert [(i.state, i.resolved_at is None) for i in timeline.ended] == [(State.ESCALATED, False)]
     assert [t.after for t in timeline.transitions] == [State.OPEN, State.ESCALATED, State.ESCALATED]
     assert timeline.transitions[-1].text == "not over after 2 s; over later"
-    timeline.tick(finding())
+    timeline.tick(throttled())
     assert timeline.incident.id != first
 
 
 def test_a_failed_action_is_tried_again_without_waiting_for_an_effect() -> None:
     """What was not done cannot help; the last attempt's failure is left to verification, as it may heal by itself."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.act()
-    timeline.tick(finding(), healed=False, outcomes=[timeline.outcome(ok=False)])
+    timeline.tick(throttled(), healed=False, outcomes=[timeline.outcome(ok=False)])
     assert (timeline.incident.state, timeline.incident.verdict) == (State.OPEN, "attempt 1 failed: no permission")
     timeline.act()
-    timeline.tick(finding(), healed=False, outcomes=[timeline.outcome(ok=False, number=1)])
+    timeline.tick(throttled(), healed=False, outcomes=[timeline.outcome(ok=False, number=1)])
     assert timeline.incident.state is State.VERIFYING
 
 
 def test_verification_begins_when_the_last_action_has_ended() -> None:
     """An attempt of two actions is acting until both outcomes are in."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     running = {"target": "gpu0", "outcome": "running", "detail": ""}
     timeline.act({"verb": "set_power_limit", **running}, {"verb": "notify", **running})
     timeline.tick(outcomes=[timeline.outcome(number=1)])
@@ -115,7 +113,7 @@ def test_verification_begins_when_the_last_action_has_ended() -> None:
 def test_what_cannot_be_judged_is_given_up_after_an_hour_and_not_called_resolved() -> None:
     """A run that has vanished leaves no incident behind for ever, and no false good news either."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.tick(healed=None, seconds=lifecycle.GIVE_UP_S - 10)
     assert timeline.incident.state is State.OPEN
     timeline.tick(healed=None, seconds=20)
@@ -128,7 +126,7 @@ def test_what_cannot_be_judged_is_given_up_after_an_hour_and_not_called_resolved
 def test_what_can_no_longer_be_seen_ends_as_unproven(healed: bool | None) -> None:
     """It is not escalated meanwhile, and a person who had been called hears that it is over."""
     timeline = Timeline()
-    timeline.tick(finding(run="smol"))
+    timeline.tick(throttled(run="smol"))
     timeline.act()
     timeline.tick(outcomes=[timeline.outcome()])
     ended_at = timeline.now
@@ -139,10 +137,10 @@ def test_what_can_no_longer_be_seen_ends_as_unproven(healed: bool | None) -> Non
     assert (ended.state, ended.resolved_at) == (State.UNPROVEN, timeline.now)
     assert ended.verdict == "unproven: run smol has ended on this node, so nobody can see whether it is over"
     for number in (0, 1):
-        timeline.tick(finding())
+        timeline.tick(throttled())
         timeline.act()
-        timeline.tick(finding(), outcomes=[timeline.outcome(number=number)])
-        timeline.tick(finding(), seconds=11)
+        timeline.tick(throttled(), outcomes=[timeline.outcome(number=number)])
+        timeline.tick(throttled(), seconds=11)
     assert timeline.incident.state is State.ESCALATED
     timeline.tick(healed=healed, seconds=lifecycle.UNPROVEN_S, over_since=timeline.now)
     assert timeline.ended[-1].state is State.ESCALATED
@@ -156,7 +154,7 @@ WORSE = [{"severity": Severity.CRITICAL}, {"gravity": 5}]
 def test_what_gets_worse_is_answered_anew_in_every_state(state: State, changes: dict[str, object]) -> None:
     """It is told once, with the new culprit; actions under way end first. What falls again is not told."""
     timeline = Timeline()
-    mild, grave = finding(gravity=2), finding(gravity=3, confidence=0.5, summary="GPU 0 is lost")
+    mild, grave = throttled(gravity=2), throttled(gravity=3, confidence=0.5, summary="GPU 0 is lost")
     grave = replace(grave, **changes)
     timeline.tick(mild)
     if state is not State.OPEN:
@@ -186,11 +184,11 @@ def test_what_gets_worse_is_answered_anew_in_every_state(state: State, changes: 
 def test_cost_accumulates_over_the_life_of_the_incident() -> None:
     """GPU-seconds never shrink, and grow with the share lost where the finding says how many GPUs pay."""
     timeline = Timeline()
-    timeline.tick(finding(cost=Cost(0.5, 100.0)))
-    timeline.tick(finding(cost=Cost(0.25, 40.0)))
+    timeline.tick(throttled(cost=Cost(0.5, 100.0)))
+    timeline.tick(throttled(cost=Cost(0.25, 40.0)))
     assert (timeline.incident.cost.gpu_seconds, timeline.incident.cost.throughput_ratio) == (100.0, 0.25)
     for _ in range(10):
-        timeline.tick(finding(cost=Cost(0.25, 40.0, gpus=8)))
+        timeline.tick(throttled(cost=Cost(0.25, 40.0, gpus=8)))
     assert timeline.incident.cost.gpu_seconds == pytest.approx(100 + 10 * 0.25 * 8)
 
 
@@ -200,7 +198,7 @@ def test_each_second_lost_is_counted_once(life: list[tuple[bool, float, bool]]) 
     timeline, counted, while_symptom = Timeline(), 0.0, 0.0
     for found, seconds, symptom in life:
         before = timeline.table
-        timeline.tick(*[finding(cost=Cost(0.5, seconds, gpus=2))] * found, healed=not found)
+        timeline.tick(*[throttled(cost=Cost(0.5, seconds, gpus=2))] * found, healed=not found)
         linked = {n: replace(i, cause="x" if symptom else None) for n, i in timeline.table.incidents.items()}
         timeline.table = replace(timeline.table, incidents=linked)
         counted += sum(grown for _, grown in cost_growth(before, timeline.table))
@@ -213,9 +211,9 @@ def test_each_second_lost_is_counted_once(life: list[tuple[bool, float, bool]]) 
 def test_a_surer_finding_corrects_the_culprit_and_a_less_sure_one_does_not() -> None:
     """Severity only grows, and the diagnosis is the surest so far."""
     timeline = Timeline()
-    timeline.tick(finding())
-    timeline.tick(finding(culprit=Culprit("data"), confidence=0.9, severity=Severity.CRITICAL))
-    timeline.tick(finding(culprit=Culprit("network"), confidence=0.3, severity=Severity.INFO))
+    timeline.tick(throttled())
+    timeline.tick(throttled(culprit=Culprit("data"), confidence=0.9, severity=Severity.CRITICAL))
+    timeline.tick(throttled(culprit=Culprit("network"), confidence=0.3, severity=Severity.INFO))
     assert (timeline.incident.culprit, timeline.incident.confidence) == (Culprit("data"), 0.9)
     assert timeline.incident.severity is Severity.CRITICAL
 
@@ -224,7 +222,7 @@ def test_evidence_is_what_was_found_first_and_what_is_found_now() -> None:
     """A sentence whose number changes every second does not pile up."""
     timeline = Timeline()
     for number in range(100):
-        timeline.tick(finding(evidence=(Evidence(f"reading {number}", "nvml", timeline.now + 1),)))
+        timeline.tick(throttled(evidence=(Evidence(f"reading {number}", "nvml", timeline.now + 1),)))
     assert [evidence.text for evidence in timeline.incident.evidence] == ["reading 0", "reading 99"]
 
 
@@ -233,7 +231,7 @@ def test_evidence_is_bounded() -> None:
     timeline = Timeline()
     for number in range(3):
         texts = [f"{number} {line}" for line in range(1000)]
-        timeline.tick(finding(evidence=tuple(Evidence(text, "log", timeline.now + 1) for text in texts)))
+        timeline.tick(throttled(evidence=tuple(Evidence(text, "log", timeline.now + 1) for text in texts)))
     found = [evidence.text for evidence in timeline.incident.evidence]
     assert len(found) == lifecycle.MAX_EVIDENCE
     assert {text.split()[0] for text in found} == {"0", "2"}
@@ -243,17 +241,17 @@ def test_evidence_that_reads_the_same_is_fresh_each_time() -> None:
     """The policy acts on fresh evidence only, so a trouble that goes on must not look old."""
     timeline = Timeline()
     for _ in range(10):
-        timeline.tick(finding(evidence=(Evidence("too hot", "nvml", timeline.now + 1),)))
+        timeline.tick(throttled(evidence=(Evidence("too hot", "nvml", timeline.now + 1),)))
     (evidence,) = timeline.incident.evidence
     assert (evidence.at, evidence.newest) == (timeline.incident.opened_at, timeline.now)
-    timeline.tick(finding(evidence=(Evidence("cooler", "nvml", timeline.now + 1),)))
+    timeline.tick(throttled(evidence=(Evidence("cooler", "nvml", timeline.now + 1),)))
     assert [evidence.text for evidence in timeline.incident.evidence] == ["too hot", "cooler"]
 
 
 def test_a_recommendation_is_noted_once() -> None:
     """The same advice every second is one line, and the notes are bounded."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     note = {"verb": "kill_process", "target": "r0", "outcome": "recommended", "detail": ""}
     incident = lifecycle.noted(lifecycle.noted(timeline.incident, [note]), [note])
     assert len(incident.actions) == 1
@@ -291,7 +289,7 @@ def test_invariants_hold_in_every_history(history) -> None:
             since = healed_since.get(id)
             healed_since[id] = (now if since is None else since) if healed is True else None
         idle = frozenset(current) if doing == "idle" else frozenset()
-        observed = Observed([finding(key) for key in keys], dict.fromkeys(current, healed), idle, outcomes)
+        observed = Observed([throttled(key) for key in keys], dict.fromkeys(current, healed), idle, outcomes)
         table, ended, transitions = reduce(before, observed, RULES, now)
         for transition in transitions:
             if transition.before is None:
@@ -325,7 +323,7 @@ def test_invariants_hold_in_every_history(history) -> None:
 def test_an_action_under_way_at_a_restart_is_under_way_still() -> None:
     """It is carried out or given up, and either has an outcome."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.act()
     loaded = lifecycle.resumed(timeline.incident, timeline.now + 60)
     assert (loaded.state, loaded.attempts) == (State.ACTING, 1)
@@ -335,7 +333,7 @@ def test_an_action_under_way_at_a_restart_is_under_way_still() -> None:
 def test_an_attempt_without_an_action_under_way_is_verified() -> None:
     """No outcome would ever end it."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.act({"verb": "notify", "outcome": "ok"})
     loaded = lifecycle.resumed(timeline.incident, timeline.now + 60)
     assert (loaded.state, loaded.acted_at) == (State.VERIFYING, timeline.now + 60)
@@ -344,7 +342,7 @@ def test_an_attempt_without_an_action_under_way_is_verified() -> None:
 def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:
     """An hour's jump neither resolves nor escalates."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.tick(healed=True)
     timeline.table = incidents.shifted(timeline.table, 3600)
     timeline.now += 3600
@@ -357,14 +355,14 @@ def test_a_step_of_the_clock_ends_no_wait_and_restarts_none(step: float) -> None
     """Neither what is unseen nor what nobody can help is a person's turn at once, or hours too late."""
     unseen, idle = Timeline(), Timeline()
     for timeline in (unseen, idle):
-        timeline.tick(finding())
+        timeline.tick(throttled())
         timeline.table = incidents.shifted(timeline.table, step)
         timeline.now += step
     unseen.tick()
     assert unseen.incident.state is State.OPEN
-    idle.tick(finding(), healed=False, idle=True)
+    idle.tick(throttled(), healed=False, idle=True)
     assert idle.incident.state is State.OPEN
-    idle.tick(finding(), healed=False, idle=True, seconds=RULES["throttle"].verify_s)
+    idle.tick(throttled(), healed=False, idle=True, seconds=RULES["throttle"].verify_s)
     assert idle.incident.state is State.ESCALATED
 
 
@@ -372,15 +370,15 @@ def test_a_step_of_the_clock_ends_no_wait_and_restarts_none(step: float) -> None
 def test_a_step_of_the_clock_does_not_change_how_long_something_may_come_back(step: float) -> None:
     """What was over a second ago is the same incident, whatever the clock says now."""
     timeline = Timeline(rules={"throttle": IncidentRules(clear_after_s=0, hold_s=60)})
-    timeline.tick(finding())
+    timeline.tick(throttled())
     first = timeline.incident.id
     timeline.tick(healed=True)
     timeline.table = incidents.shifted(timeline.table, step)
     timeline.now += step
-    timeline.tick(finding())
+    timeline.tick(throttled())
     assert timeline.incident.id == first
     timeline.tick(healed=True)
-    timeline.tick(finding(), seconds=61)
+    timeline.tick(throttled(), seconds=61)
     assert timeline.incident.id != first
 
 
@@ -388,7 +386,7 @@ def test_a_step_of_the_clock_does_not_change_how_long_something_may_come_back(st
 def test_the_time_in_which_no_agent_watched_ends_no_wait(state: State) -> None:
     """After hours of repair the collectors need some seconds before anything is known: nobody is called for those."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     name, before = next(iter(timeline.table.incidents.items()))
     before = replace(before, state=state, acted_at=timeline.now if state is State.VERIFYING else None)
     timeline.now += 2 * lifecycle.GIVE_UP_S
@@ -403,7 +401,7 @@ def test_the_time_in_which_no_agent_watched_ends_no_wait(state: State) -> None:
 def test_health_seen_by_an_earlier_agent_does_not_count() -> None:
     """Nobody knows whether it stayed healthy meanwhile."""
     timeline = Timeline()
-    timeline.tick(finding())
+    timeline.tick(throttled())
     timeline.tick(healed=True)
     name, before = next(iter(timeline.table.incidents.items()))
     timeline.now += 3600
@@ -432,7 +430,7 @@ class Course:
         for _ in range(seconds):
             self.now += 1
             healed = {incident.id: not trouble for incident in self.table.incidents.values()}
-            observed = Observed([trouble_found()] if trouble else [], healed)
+            observed = Observed([finding()] if trouble else [], healed)
             self.table, ended, transitions = reduce(self.table, observed, FLAPPING_RULES, self.now)
             self.ended += ended
             self.states += [(t.before, t.after) for t in transitions]

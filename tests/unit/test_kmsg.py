@@ -16,8 +16,7 @@ from opsd.collectors.kmsg import KmsgCollector
 from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.kernel.log import KernelLog, KernelLogDevice, parse_record
 from opsd.collectors.lib.kernel.xid import COUNTED
-from tests.fakes.kernel_log import RingLog
-from tests.fakes.kmsg import FALLEN, GPU, XID_31, XID_79, Node, codes, read, values
+from tests.fakes.kmsg import FALLEN, GPU, XID_31, XID_79, Node, RingLog, codes, read, values
 
 # The kernel log: what stands in it becomes events and counts, each thing once.
 

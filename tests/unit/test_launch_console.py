@@ -15,7 +15,7 @@ from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Routing
 from opsd.launch.io.streams import LONGEST, LogFile, Mixer, Spool, Stream
 from opsd.launch.ranks.settings import Streams, own_gpu_only
 from tests.fakes.clock import until
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 
 PLAIN = {STDOUT: Routing(), STDERR: Routing()}
 

@@ -32,7 +32,7 @@ from opsd.launch.run.announcer import (
     resume_command,
 )
 from tests.fakes.clock import until
-from tests.fakes.events import EVENTS
+from tests.fakes.schemas import EVENTS
 from tests.fakes.tree import ROOT
 from tests.fakes.webhook import Webhook
 

@@ -29,11 +29,10 @@ from opsd.notify.outgoing import send_json
 from opsd.notify.receiver import NotifyError, Receiver, body_for, read_receivers, type_of
 from opsd.runbooks.base import Severity, State
 from opsd.words import unformatted
-from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
-from tests.fakes.grafana import TOKEN, FakeGrafana
+from tests.fakes.collectors import SILENT
 from tests.fakes.incidents import WALL, incident
-from tests.fakes.webhook import Internet, Webhook
+from tests.fakes.webhook import TOKEN, FakeGrafana, Internet, Webhook
 
 # Telling people: the webhook gets what it should, and its failure stays a sentence without the secret.
 

@@ -18,9 +18,8 @@ from opsd.collectors.base import Reading, RepairFact, RepairStep, Sample
 from opsd.collectors.slurm import FLAG
 from opsd.runbooks.base import Acknowledgement, Closing, Cost, State
 from tests.fakes.collectors import FakeCollector
-from tests.fakes.incidents import WALL, incident
-from tests.fakes.openapi import Description
-from tests.fakes.repairs import known
+from tests.fakes.incidents import WALL, incident, known
+from tests.fakes.schemas import Description
 from tests.unit.test_page import gpu, rank, run, snapshot
 
 FACTS = {"node": "n", "mode": "observe", "started_at": 1.0, "gpu_hour": 0.0, "currency": "EUR"}

@@ -31,8 +31,7 @@ from opsd.commands.status import first_lines, under_way
 from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
 from opsd.runbooks.lib.guides import guides
 from tests.fakes.collectors import FakeCollector
-from tests.fakes.incidents import WALL, incident
-from tests.fakes.repairs import known
+from tests.fakes.incidents import WALL, incident, known
 
 # The page of a node: all that matters is on it, and nothing that somebody wrote into a name has any effect.
 

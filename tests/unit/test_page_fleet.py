@@ -37,8 +37,7 @@ from opsd.runbooks.base import Severity
 from opsd.settings.sections import AgentSettings
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.clock import FakeClock, eventually
-from tests.fakes.incidents import incident
-from tests.fakes.repairs import known
+from tests.fakes.incidents import incident, known
 from tests.fakes.slurm import FakeSlurm
 from tests.unit.test_page import HOSTILE, Structure, gpu, rank, run, snapshot
 from tests.unit.test_plan_forecast import after

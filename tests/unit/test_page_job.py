@@ -28,10 +28,10 @@ from opsd.collectors.base import Metric, RankFact, Reading, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU, ROUTER_DROPPED, ROUTER_ENTROPY, ROUTER_LIMIT, ROUTER_LOAD
 from opsd.runbooks.base import Culprit, Finding, Runbook
 from tests.fakes import facts
-from tests.fakes.agent import SILENT
 from tests.fakes.clock import FakeClock, eventually
-from tests.fakes.fuse import FUSE, holding_mount
+from tests.fakes.collectors import SILENT
 from tests.fakes.incidents import WALL, finding, incident
+from tests.fakes.tree import FUSE, holding_mount
 from tests.unit.test_page import HOSTILE, Structure, rank, run, samples, snapshot
 from tests.unit.test_plan_forecast import PLAN
 

@@ -22,9 +22,8 @@ from opsd.collectors.base import Reading, RunFact
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Severity, State, View
 from opsd.settings.policy import DAYS, MINUTES_A_DAY, PolicySettings, Silence, parse_weekly
-from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import until
-from tests.fakes.collectors import FakeCollector
+from tests.fakes.collectors import Agent, FakeCollector, runbook
 from tests.fakes.incidents import WALL, finding, incident
 
 # The policy: what may be done, by mode, history and time.

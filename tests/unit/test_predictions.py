@@ -28,10 +28,8 @@ from opsd.runbooks.lib.signals import (
     thirds,
     trend,
 )
-from tests.fakes import noisy_series as series
-from tests.fakes.noise import MODELS, Fault, Noise, Tracks, gpu_node
-from tests.fakes.noisy_series import HOURS, Healthy, opened
-from tests.fakes.noisy_series import MODELS as DRAWS
+from tests.fakes import noise as series
+from tests.fakes.noise import DRAWS, HOURS, MODELS, Fault, Healthy, Noise, Tracks, gpu_node, opened
 
 # Predictions from counters, wear, space and latencies beat their noise, and find what really grows.
 

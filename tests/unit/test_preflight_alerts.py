@@ -18,8 +18,8 @@ from opsd.preflight.checks.run_alerts import Alertmanager, Listed, Notified, See
 from opsd.preflight.checks.run_alerts import tests_of as fired_for
 from opsd.preflight.inbox import Inbox
 from opsd.settings.sections import PreflightSettings
-from tests.fakes.answering import answering
 from tests.fakes.clock import eventually
+from tests.fakes.webhook import answering
 
 # `opsd preflight --alerts`: what is made of the rules, and what is said of what came of them.
 

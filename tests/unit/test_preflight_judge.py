@@ -15,8 +15,7 @@ from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Ou
 from opsd.preflight.checks import gpu_inventory
 from opsd.preflight.fleet import Fleet, FleetError, deviations, facts_of, fleet_of
 from opsd.preflight.judge import Past, Yardsticks, judge, mad, nearest_rank
-from tests.fakes.preflight_checks import good
-from tests.fakes.preflight_reports import GEMM, VERSIONS, report
+from tests.fakes.preflight import GEMM, VERSIONS, good, report
 
 # The verdict on measured values: limits, peers, fleet, own past, counters, and values that are missing.
 

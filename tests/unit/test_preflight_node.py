@@ -30,9 +30,8 @@ from opsd.preflight.checks import (
 from opsd.preflight.checks.numa import parse_list
 from opsd.runbooks import RUNBOOKS
 from opsd.settings.sections import PreflightSettings
-from tests.fakes.fixture_tree import look, summaries, tree
-from tests.fakes.fuse import FUSE, silent_mount
-from tests.fakes.gpu_device import gpu_device
+from tests.fakes.nvml import gpu_device
+from tests.fakes.tree import FUSE, look, silent_mount, summaries, tree
 
 # Node checks on fixture trees and recorded output: what they read, and what they make of it.
 

@@ -23,7 +23,7 @@ from opsd.settings.policy import PolicySettings
 from opsd.slurm import node_comment
 from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.port import Node, SlurmError
-from tests.fakes.preflight_reports import DISK, FULL_MEMORY, GEMM, LEFTOVERS, VERSIONS, report
+from tests.fakes.preflight import DISK, FULL_MEMORY, GEMM, LEFTOVERS, VERSIONS, report
 from tests.fakes.slurm import FakeSlurm
 
 # `opsd preflight --act`: what becomes of a node in Slurm after its verdict.

@@ -30,8 +30,7 @@ from opsd.preflight.report import Report, ReportError, Result, Value
 from opsd.preflight.series import Sample
 from opsd.settings.sections import PreflightSettings
 from opsd.slurm.ownership import PreflightResult
-from tests.fakes.preflight_checks import good, make
-from tests.fakes.preflight_reports import ABSENT, CLOCK, DISK, GEMM, VERSIONS, report
+from tests.fakes.preflight import ABSENT, CLOCK, DISK, GEMM, VERSIONS, good, make, report
 
 # The report and its formats: JSON, JUnit, Markdown, OpenMetrics, the table.
 

@@ -23,8 +23,8 @@ from opsd.collectors.lib.processes import (
     slurm_job,
 )
 from tests.fakes.clock import FakeClock, eventually
-from tests.fakes.fuse import FUSE, silent_mount
-from tests.fakes.gpu_device import gpu_device
+from tests.fakes.nvml import gpu_device
+from tests.fakes.tree import FUSE, silent_mount
 
 # Looking processes up.
 

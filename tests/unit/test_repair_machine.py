@@ -26,7 +26,7 @@ from opsd.repair.repair_plan import NO_HARDWARE
 from opsd.repair.retest import Retested
 from opsd.settings.sections import RepairSettings
 from tests.fakes.clock import until
-from tests.fakes.gpu_device import gpu_device
+from tests.fakes.nvml import gpu_device
 
 # What a repair does on the node: which processes end, and what is stopped meanwhile.
 

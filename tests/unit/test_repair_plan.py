@@ -37,7 +37,7 @@ from opsd.repair.repair_plan import (
     settled,
 )
 from opsd.settings.sections import RepairSettings
-from tests.fakes.preflight_reports import report
+from tests.fakes.preflight import report
 
 CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, first=Remedy.RESET)
 FREE = Facts(1000.0, "boot-1", "ours")

@@ -30,8 +30,8 @@ from opsd.slurm.leaf_paths import note
 from opsd.slurm.node_comment import NodeHistory
 from opsd.slurm.port import Job, Node, Partition, SlurmDenied, SlurmUnavailable
 from opsd.slurm.topology import Topology, parse
-from tests.fakes.fuse import FUSE, silent_mount
 from tests.fakes.slurm import FakeSlurm
+from tests.fakes.tree import FUSE, silent_mount
 
 # The test after a remedy, by a real preflight.
 

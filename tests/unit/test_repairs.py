@@ -20,8 +20,8 @@ from opsd.collectors.repairs import COLLECTOR, MOST, OUTCOMES, REMEDIES, Repairs
 from opsd.repair.case_file import CaseFile
 from opsd.repair.repair_plan import REMEDIES as REMEDIES_OF_A_REPAIR
 from opsd.repair.repair_plan import RETEST, Case, Remedy, closed
-from tests.fakes.agent import Agent
 from tests.fakes.clock import eventually
+from tests.fakes.collectors import Agent
 from tests.fakes.incidents import incident
 
 # Repairs in the agent's journal, from the records of `opsd repair`, and how they are shown with the incidents.

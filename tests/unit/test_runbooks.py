@@ -25,9 +25,8 @@ from opsd.runbooks.loss_plateau import RUNBOOK as PLATEAU
 from opsd.runbooks.loss_spike import RUNBOOK as SPIKE
 from opsd.scenarios.model import Scenario
 from opsd.scenarios.player import play
-from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import eventually
-from tests.fakes.collectors import VALUE, FakeCollector
+from tests.fakes.collectors import VALUE, Agent, FakeCollector, runbook
 from tests.fakes.facts import rank, steps
 from tests.fakes.incidents import finding, incident
 from tests.fakes.noise import Tracks

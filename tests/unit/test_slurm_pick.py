@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from opsd.slurm.pick import Choice, for_runs, pick, pick_in_one
 from opsd.slurm.port import Partition
 from opsd.slurm.topology import Topology, even, parse
-from tests.fakes.topologies import BLOCKS, TREE, all_equal
+from tests.fakes.fabric import BLOCKS, TREE, all_equal
 
 
 def test_the_fewest_switches_are_used() -> None:

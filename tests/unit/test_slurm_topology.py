@@ -12,7 +12,7 @@ from opsd.slurm.port import SlurmUnavailable
 from opsd.slurm.runner import Output, Runner
 from opsd.slurm.topology import Topology, TopologyError, even, parse
 from opsd.slurm.topology_source import read
-from tests.fakes.topologies import BLOCKS, TREE
+from tests.fakes.fabric import BLOCKS, TREE
 
 
 @pytest.mark.parametrize(

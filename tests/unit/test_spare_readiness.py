@@ -27,7 +27,7 @@ from opsd.slurm.port import Node, Reservation, SlurmRejected, SlurmUnavailable
 from opsd.spares import pool as state
 from opsd.spares.pool import EligibilityUnknownError, Spare, SpareState, judge, mark, pool, reserve, why_not
 from opsd.spares.readiness import assessed, software
-from tests.fakes.corpora import make_corpus
+from tests.fakes.posttrain import make_corpus
 from tests.fakes.slurm import FakeSlurm
 
 # Which spares are ready, and why the others are not.

@@ -42,7 +42,7 @@ from opsd.spares.transfer import (
     sha256_of,
 )
 from tests.fakes.clock import until
-from tests.fakes.corpora import SHARD, make_corpus
+from tests.fakes.posttrain import SHARD, make_corpus
 
 # Staging shards on a spare: whole or not at all, resumed, at a bounded pace, and never through links.
 

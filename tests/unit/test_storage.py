@@ -29,8 +29,7 @@ from opsd.collectors.storage import StorageCollector
 from opsd.collectors.storage_net import StorageNetCollector
 from opsd.scenarios.model import load
 from opsd.scenarios.player import play
-from tests.fakes.mounts import MOUNTINFO, MOUNTSTATS
-from tests.fakes.tree import write_tree
+from tests.fakes.tree import MOUNTINFO, MOUNTSTATS, write_tree
 
 # Disks, mounts, NFS and the page cache as the storage collectors show them.
 

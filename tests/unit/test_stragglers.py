@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 from opsd.bench.outside.step_times import TRUTH
 from opsd.commands.diagnose import diagnose
-from opsd.stragglers.judge import (
+from opsd.stragglers.judge import judge, one_f_one_b
+from opsd.stragglers.table import TableError, read_table, to_trace
+from opsd.stragglers.trace import (
     BACKWARD,
     COMPUTE,
     DATA,
@@ -38,10 +40,7 @@ from opsd.stragglers.judge import (
     Place,
     Slowdown,
     Trace,
-    judge,
-    one_f_one_b,
 )
-from opsd.stragglers.table import TableError, read_table, to_trace
 
 # The judge of slow ranks on planted causes, and what must hold for any step times.
 

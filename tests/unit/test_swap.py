@@ -20,7 +20,7 @@ from opsd.runbooks.base import Action
 from opsd.settings.policy import PolicySettings
 from opsd.slurm.deferred import SlurmDrainer
 from opsd.slurm.port import Node
-from tests.fakes.launchers import SwappingLauncher
+from tests.fakes.launched import SwappingLauncher
 from tests.fakes.leader import FakeGroup
 from tests.fakes.slurm import FakeSlurm
 

@@ -46,7 +46,7 @@ from opsd.trainer.regions import Region
 from opsd.trainer.saving import FIRST_S, LEAST_S, Checksums, Interval, RegionChecksum, different_copies, equal_shards
 from opsd.trainer.settings import CheckpointSettings
 from tests.fakes.clock import until
-from tests.fakes.faults import Faults, calls
+from tests.fakes.power_loss import Faults, calls
 
 # Persist processes: parts become a checkpoint, whatever dies, fails or is late.
 

@@ -30,8 +30,7 @@ from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.telemetry import LoadsLog, MetricsLog, StepLines
 from opsd.trainer.train import COLLECT_EVERY, Collections
-from tests.fakes.tmpfs import tmpfs
-from tests.fakes.tree import ROOT
+from tests.fakes.tree import ROOT, tmpfs
 
 # A training step reads the device once. Its collectives, copies, graph breaks and collections are counted too.
 
@@ -51,7 +50,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def counted(shards: Path, ranks: int, source: str, *overrides: str) -> dict[str, Any]:
     """See ``tests.fakes.step_counts``; in a process of its own, since it replaces methods of tensors."""
-    words = [sys.executable, "-m", "tests.fakes.step_counts", str(ranks), source, f"data.shards={shards}", *overrides]
+    words = [sys.executable, "-m", "tests.fakes.live_memory", str(ranks), source, f"data.shards={shards}", *overrides]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -24,8 +24,9 @@ from typing import Any
 
 from opsd.bench.outside import flight_recorder, step_times
 from opsd.launch.run.slow_ranks import SURE
-from opsd.stragglers.judge import COMPUTE, LEAST_STEPS, Place, Trace, judge
+from opsd.stragglers.judge import LEAST_STEPS, judge
 from opsd.stragglers.table import to_trace
+from opsd.stragglers.trace import COMPUTE, Place, Trace
 
 TRACES = "StragglerAnalysis/data"
 DUMPS = "nvidia-resiliency-ext/tests/attribution/unit/fr_traces"

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from opsd.scenarios.player import Hit, ScenarioResult
-from opsd.stragglers.judge import LENGTHS, SLOW_WORKER, STAGES, judge
+from opsd.stragglers.judge import judge
 from opsd.stragglers.table import read_table
+from opsd.stragglers.trace import LENGTHS, SLOW_WORKER, STAGES
 
 ALSO: Mapping[str, tuple[str, ...]] = {"SE": (STAGES,)}
 """Further causes, without a slowdown of their own: the last stage explains 0.69 of the slowdown by ``ms-SE.json``."""

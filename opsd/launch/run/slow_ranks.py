@@ -25,19 +25,8 @@ from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.reporting import print_message
 from opsd.launch.run.messages import StepTimes
 from opsd.rank_page import RankPage, StepRecord
-from opsd.stragglers.judge import (
-    BACKWARD,
-    COMPUTE,
-    DATA,
-    FORWARD,
-    GPU,
-    LEAST_STEPS,
-    STEP,
-    Place,
-    Slowdown,
-    Trace,
-    judge,
-)
+from opsd.stragglers.judge import LEAST_STEPS, judge
+from opsd.stragglers.trace import BACKWARD, COMPUTE, DATA, FORWARD, GPU, STEP, Place, Slowdown, Trace
 
 SAMPLE_S = 0.5
 SETTLED_STEPS = 10

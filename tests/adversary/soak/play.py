@@ -43,8 +43,8 @@ from tests.adversary.soak.verdict import (
     ticks_verdict,
 )
 from tests.fakes.clock import until
-from tests.fakes.fuse import FUSE, silent_mount
 from tests.fakes.incidents import incident
+from tests.fakes.tree import FUSE, silent_mount
 
 USERS = (("alpha", NOBODY - 3, 0, 4), ("beta", NOBODY - 4, 4, 2), ("gamma", NOBODY - 5, 6, 2))
 """Name of a run, its user, its first GPU, its ranks."""

@@ -19,8 +19,8 @@ from opsd.collectors.slurm import JOB
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Finding
 from opsd.simulated.gpus import SimulatedGpus
-from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
+from tests.fakes.collectors import SILENT
 from tests.fakes.nvml import DriverProcess, hasty, samples
 
 # Two users' processes on the GPUs of one node: each incident names the job of its GPU.

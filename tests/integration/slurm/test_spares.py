@@ -13,7 +13,7 @@ from opsd.preflight.checks import CHECKS
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
 from opsd.spares import pool
-from tests.fakes.corpora import make_corpus
+from tests.fakes.posttrain import make_corpus
 from tests.integration.slurm.cluster import Cluster, runner_on
 
 pytestmark = pytest.mark.xdist_group("slurm")
