@@ -85,7 +85,7 @@ def _attention(model: ModelSettings) -> int:
 
 
 def _latent_attention(model: ModelSettings) -> int:
-    """Number of parameters of multi-head latent attention; see ``opsd.trainer.latent_attention``."""
+    """Number of parameters of multi-head latent attention; see ``opsd.trainer.attention``."""
     rank, latent = model.query_rank, model.kv_rank
     queries = rank * (model.width + 1 + model.attention_width) if rank else model.width * model.attention_width
     expanded = model.heads * (model.head_channels - model.rope_dim + model.value_channels)

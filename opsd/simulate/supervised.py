@@ -385,7 +385,7 @@ def hung_statuses(generation: int, slots: Sequence[str], hung: str, step: int, s
 
 
 class SimulatedGroup:
-    """``opsd.launch.claims.leader_view.LeaderView`` in which every claim holds; the callbacks are those of the job.
+    """``opsd.launch.claims.election.LeaderView`` in which every claim holds; the callbacks are those of the job.
 
     ``ended`` gets the exit code, the nodes that the next start is to avoid, and what it is to have as ``inherited``.
     """

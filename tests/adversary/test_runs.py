@@ -257,7 +257,7 @@ def resident_bytes(pid: int) -> int:
 
 
 @pytest.fixture
-def mounted_over_good(node: Node) -> Iterator[Attacker]:
+def good_neighbour(node: Node) -> Iterator[Attacker]:
     """Another user of the node, with a run."""
     user = Attacker(0)
     user.start(invent_run, str(node.shm), "zz-good")
@@ -267,7 +267,7 @@ def mounted_over_good(node: Node) -> Iterator[Attacker]:
 
 @pytest.mark.skipif(not FUSE.exists(), reason="needs FUSE")
 @pytest.mark.parametrize("over", ["", "run.json", "events.jsonl", "rank-0000.page", "rank-0001.page.events.jsonl"])
-def test_what_a_user_mounts_over_a_run_is_not_entered(node: Node, mounted_over_good: Attacker, over: str) -> None:
+def test_what_a_user_mounts_over_a_run_is_not_entered(node: Node, good_neighbour: Attacker, over: str) -> None:
     """The collectors of all runs and of NCCL hung for good, for everybody."""
     bad = node.shm / "bad"
     bad.mkdir()

@@ -3,7 +3,7 @@
 Launchers of a run in a world of virtual time: their network, their shared folder and their processes fail at random.
 
 All that outlives a process is in the folder: a launcher that is begun again under the name of a dead one has lost what
-that one knew, so there are no restarts with state to be told from those without. ``tests.fakes.invariants`` watches.
+that one knew, so there are no restarts with state to be told from those without. ``InvariantChecker`` watches.
 """
 
 from __future__ import annotations

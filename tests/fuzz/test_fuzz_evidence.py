@@ -186,7 +186,7 @@ MESSAGES = (
 
 RECORDS = tuple(f"6,{n},{n}000000,-;{text}\n SUBSYSTEM=pci\n".encode() for n, text in enumerate(MESSAGES, start=1))
 
-SEEDS_FUZZ_KERNEL_LOG: tuple[bytes, ...] = (
+KERNEL_SEEDS: tuple[bytes, ...] = (
     b"6," + b"9" * 5000 + b",1,-;x\n",
     b"6,1," + b"9" * 100 + b",-;" + XID_31.encode() + b"\n",
     b"6,1,1,+;\\x0a\\x0a\n",
@@ -211,7 +211,7 @@ def test_no_record_is_a_bug(amount: int, memory_folder: Path) -> None:
             node.clock.advance(1.0)
             pipeline.tick(node.clock.now, node.clock.wall(), {"kmsg": read(agent)})
 
-    fuzz(look, st.lists(changed(*RECORDS), min_size=1, max_size=4), amount, [[seed] for seed in SEEDS_FUZZ_KERNEL_LOG])
+    fuzz(look, st.lists(changed(*RECORDS), min_size=1, max_size=4), amount, [[seed] for seed in KERNEL_SEEDS])
 
 
 @AMOUNTS
@@ -240,7 +240,7 @@ TEXT = ras_text(
     "  Rank 3 -- GPU 3 managed by process 77 on node n7 has launched up to operation 5\n",
 )
 
-SEEDS_FUZZ_RAS: tuple[bytes, ...] = (
+RAS_SEEDS: tuple[bytes, ...] = (
     (GREETING + "[" * 100_000).encode(),
     (GREETING + '{"nccl_version": "x", "communicators": [{"hash": 1, "ranks": [], "missing_ranks": {}}]}').encode(),
     JSON.replace('"pid": 1000', '"pid": 1e999').encode(),
@@ -272,4 +272,4 @@ def test_no_answer_is_a_bug(amount: int) -> None:
         assert time.process_time() - began < 2.0
 
     answers = changed(JSON.encode(), TEXT.encode()) | objects(COMMUNICATOR).map(status) | json_values.map(status)
-    fuzz(parse, answers, amount, SEEDS_FUZZ_RAS)
+    fuzz(parse, answers, amount, RAS_SEEDS)

@@ -198,7 +198,7 @@ _EXPERTS = {"step": 4, "steps": 4, "first_layer": 1, "loads": [[1, 2], [3, 4]]}
 Files = tuple[bytes, bytes, bytes, bytes]
 """Events, steps, plan and loads of experts."""
 
-SEEDS_FUZZ_LEDGER: tuple[Files, ...] = (
+LEDGER_SEEDS: tuple[Files, ...] = (
     (b"", encoded({**_STEPS, "new_tokens": "many"}), b"{}", b""),
     (b"", encoded({**_STEP, "step": float("inf")}), b"{}", b""),
     (encoded({**_LOST, "event": []}), encoded({**_STEP, "t": float("nan")}), b"{}", b""),
@@ -233,7 +233,7 @@ def test_no_run_folder_is_a_bug(amount: int, memory_folder: Path) -> None:
         objects(_PLAN).map(encoded),
         json_lines(_EXPERTS),
     )
-    fuzz(look, files, amount, SEEDS_FUZZ_LEDGER)
+    fuzz(look, files, amount, LEDGER_SEEDS)
 
 
 @AMOUNTS
@@ -266,7 +266,7 @@ GOOD = Manifest(step=20, sample=640, layout={"dp": 2}, config_digest="d", create
 
 FIELDS = asdict(GOOD)
 
-SEEDS_FUZZ_MANIFESTS: tuple[bytes, ...] = (
+MANIFEST_SEEDS: tuple[bytes, ...] = (
     b"[" * 100_000,
     encoded(seal({**FIELDS, "step": 10**400})),
     encoded(seal({**FIELDS, "files": [{**asdict(FILES[0]), "name": "../../etc/passwd"}]})),
@@ -300,4 +300,4 @@ def test_no_manifest_is_a_bug(amount: int) -> None:
             content = encoded(content)
         decode(content)
 
-    fuzz(attempt, sealed | changed(manifest.encode(GOOD)) | json_values.map(encoded), amount, SEEDS_FUZZ_MANIFESTS)
+    fuzz(attempt, sealed | changed(manifest.encode(GOOD)) | json_values.map(encoded), amount, MANIFEST_SEEDS)

@@ -159,7 +159,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path, shards: 
 # A pool of 24 real runs, from which verdicts are drawn: an A/A arm never wins, a known effect is found.
 
 
-STUDY_ABLATE_POOL = """
+POOLED = """
 baseline = "tiny"
 seeds = 8
 set = [
@@ -182,7 +182,7 @@ DRAWS, PAIRS = 20, 6
 def test_verdicts_drawn_from_real_runs_are_right(tmp_path: Path) -> None:
     """The runs of the A/A arm have the bits of the baseline; paired with other seeds, they have its noise."""
     path = tmp_path / "study.toml"
-    path.write_text(STUDY_ABLATE_POOL.replace("SHARDS", str(make_data(tmp_path, 400_000))).replace("KNOWN", KNOWN))
+    path.write_text(POOLED.replace("SHARDS", str(make_data(tmp_path, 400_000))).replace("KNOWN", KNOWN))
     values: dict[str, dict[int, float]] = {}
     for cell in cells_of(read_study(path), path.with_suffix("")):
         prepare(cell)

@@ -505,15 +505,15 @@ def test_a_peer_that_connects_without_end_is_not_served(poor: Server) -> None:
 # The agent's HTTP server against clients that mean harm, or do not know better.
 
 
-VALUE_HTTP_HARDENING = Metric("opsd_fake_value", "A value.", labels=("source",))
+HARD_VALUE = Metric("opsd_fake_value", "A value.", labels=("source",))
 
 PATHS = ("/", "/metrics", "/healthz", "/api/v1/incidents", "/api/v1/ranks", "/job/4242", "/runbooks/gpu_throttle")
 
 
 @pytest.fixture(scope="module")
-def http_hardening_address() -> Iterator[tuple[str, int]]:
+def hardened() -> Iterator[tuple[str, int]]:
     """A server whose metrics are some megabytes."""
-    samples = tuple(Sample(VALUE_HTTP_HARDENING, 1.0, (f"{'x' * 100}{number}",)) for number in range(30_000))
+    samples = tuple(Sample(HARD_VALUE, 1.0, (f"{'x' * 100}{number}",)) for number in range(30_000))
     snapshot = Snapshot(1, time.monotonic() + 1e6, time.time(), samples=(samples,))
     server = Server("127.0.0.1:0", SILENT)
     server.start(App(lambda: snapshot, {"node": "n"}, stale_s=5.0))
@@ -557,23 +557,19 @@ lines = st.binary(max_size=200).filter(lambda text: b"\n" not in text and b"\r" 
 @example(path=b"/metrics", headers=[(b"Accept", b"application/openmetrics-text;version=1\xb2")], method=b"GET")
 @example(path=b"/api/v1/incidents?" + b"a&" * 50, headers=[], method=b"GET")
 @example(path=b"/api/v1/incidents?limit=" + "²".encode(), headers=[], method=b"GET")
-def test_no_request_is_a_bug(http_hardening_address: tuple[str, int], path: bytes, headers, method: bytes) -> None:
+def test_no_request_is_a_bug(hardened: tuple[str, int], path: bytes, headers, method: bytes) -> None:
     """Whatever comes in, the answer is never an error of the server, and the next one is answered."""
     text = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
-    assert (
-        0
-        < status(http_hardening_address, method + b" " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + text + b"\r\n")
-        < 500
-    )
-    assert status(http_hardening_address, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+    assert 0 < status(hardened, method + b" " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + text + b"\r\n") < 500
+    assert status(hardened, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
 
 
 @settings(max_examples=100)
 @given(request=st.binary(max_size=400))
-def test_bytes_that_are_no_request_do_no_harm(http_hardening_address: tuple[str, int], request: bytes) -> None:
+def test_bytes_that_are_no_request_do_no_harm(hardened: tuple[str, int], request: bytes) -> None:
     """Not even HTTP."""
-    exchange(http_hardening_address, request + b"\r\n\r\n")
-    assert status(http_hardening_address, b"GET /healthz HTTP/1.0\r\n\r\n") == 200
+    exchange(hardened, request + b"\r\n\r\n")
+    assert status(hardened, b"GET /healthz HTTP/1.0\r\n\r\n") == 200
 
 
 @pytest.mark.parametrize(
@@ -584,49 +580,47 @@ def test_bytes_that_are_no_request_do_no_harm(http_hardening_address: tuple[str,
         "/runbooks/..%2f..%2fetc%2fpasswd", "file:///etc/passwd", "/api/v1/incidents/%2e%2e%2fconfig",
     ],
 )  # fmt: skip
-def test_no_path_leads_to_a_file(http_hardening_address: tuple[str, int], path: str) -> None:
+def test_no_path_leads_to_a_file(hardened: tuple[str, int], path: str) -> None:
     """The server has no files to give: what it does not know is 404."""
-    assert status(http_hardening_address, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) == 404
+    assert status(hardened, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) == 404
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE", "get"])
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_can_be_changed(http_hardening_address: tuple[str, int], method: str, path: str) -> None:
+def test_nothing_can_be_changed(hardened: tuple[str, int], method: str, path: str) -> None:
     """There are no control endpoints, and no method but those that read."""
-    assert status(http_hardening_address, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) == 501
+    assert status(hardened, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) == 501
 
 
-def test_headers_beyond_all_measure_are_refused(http_hardening_address: tuple[str, int]) -> None:
+def test_headers_beyond_all_measure_are_refused(hardened: tuple[str, int]) -> None:
     """A line of a megabyte, and ten thousand headers."""
-    assert status(http_hardening_address, b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n") in (
+    assert status(hardened, b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n") in (
         0,
         431,
     )
-    assert status(http_hardening_address, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000 + b"\r\n") in (0, 431)
-    assert status(http_hardening_address, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+    assert status(hardened, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000 + b"\r\n") in (0, 431)
+    assert status(hardened, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
 
 
-def test_fifty_at_once_are_all_answered(http_hardening_address: tuple[str, int]) -> None:
+def test_fifty_at_once_are_all_answered(hardened: tuple[str, int]) -> None:
     """Several Prometheis, a dashboard on a wall and everybody who looks after an alert."""
     with ThreadPoolExecutor(50) as pool:
-        answers = list(
-            pool.map(lambda _: status(http_hardening_address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), range(50))
-        )
+        answers = list(pool.map(lambda _: status(hardened, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), range(50)))
     assert answers == [200] * 50
 
 
 @pytest.mark.slow
-def test_scrapers_that_never_read_are_cut_off(http_hardening_address: tuple[str, int]) -> None:
+def test_scrapers_that_never_read_are_cut_off(hardened: tuple[str, int]) -> None:
     """Some that ask for megabytes and take none hold up neither the others nor the agent."""
     deaf = []
     for _ in range(4):
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(http_hardening_address)
+        connection.connect(hardened)
         connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         deaf.append(connection)
     began = time.monotonic()
-    assert status(http_hardening_address, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
+    assert status(hardened, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
     assert time.monotonic() - began < CONNECTION_S
     time.sleep(CONNECTION_S + 1)
     for connection in deaf:

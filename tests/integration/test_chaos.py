@@ -306,7 +306,7 @@ def network() -> Iterator[Namespaces]:
         pytest.skip(str(error))
 
 
-def chaos_root_chaos(
+def chaos_as_root(
     folder: Path, *arguments: str, before: Sequence[str] = (), python: str = sys.executable
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -319,7 +319,7 @@ def chaos_root_chaos(
     )
 
 
-def chaos_root_finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+def finish_as_root(process: subprocess.Popen[str]) -> tuple[int, str]:
     out, _ = process.communicate(timeout=60)
     return process.returncode, out
 
@@ -360,11 +360,11 @@ def reaches(network: Namespaces) -> bool:
 def test_a_partition_heals(network: Namespaces, tmp_path: Path, number: signal.Signals) -> None:
     """Nothing goes to the peer while it lasts; the route is gone afterwards, also after kill -9."""
     arguments = ("partition", f"--peer={network.address(1)}", "--for=5m", "--yes", "--force")
-    process = chaos_root_chaos(tmp_path, *arguments, before=network.command(0))
+    process = chaos_as_root(tmp_path, *arguments, before=network.command(0))
     until_in_effect(process)
     assert not reaches(network) and network.address(1) in routes(network)
     process.send_signal(number)
-    chaos_root_finish(process)
+    finish_as_root(process)
     assert eventually(lambda: not routes(network))
     assert reaches(network)
 
@@ -374,8 +374,8 @@ def test_nobody_cuts_himself_off(tmp_path: Path) -> None:
     """Not by sudo either, which takes SSH_CONNECTION from what it runs."""
     login = ("env", "SSH_CONNECTION=192.0.2.7 50000 192.0.2.1 22", "sh", "-c")
     like_sudo = (*login, 'env -u SSH_CONNECTION "$@"; exit $?', "sh")
-    code, said = chaos_root_finish(
-        chaos_root_chaos(tmp_path, "partition", "--peer=192.0.2.7", "--yes", "--force", before=like_sudo)
+    code, said = finish_as_root(
+        chaos_as_root(tmp_path, "partition", "--peer=192.0.2.7", "--yes", "--force", before=like_sudo)
     )
     assert code == 2 and "192.0.2.7 is the address you are logged in from" in said
 
@@ -384,14 +384,14 @@ def test_nobody_cuts_himself_off(tmp_path: Path) -> None:
 def test_a_node_is_slowed_and_let_go(network: Namespaces, tmp_path: Path) -> None:
     """A shaping that somebody else has set up is left alone; without one there is ours, for its time."""
     arguments = ("slow-node", "--interface=eth0", "--rate=1mbit", "--for=2s", "--yes", "--force")
-    code, said = chaos_root_finish(chaos_root_chaos(tmp_path, *arguments, before=network.command(0)))
+    code, said = finish_as_root(chaos_as_root(tmp_path, *arguments, before=network.command(0)))
     assert code == 2 and "another queueing discipline (tbf)" in said
     output(*network.command(0), "tc", "qdisc", "del", "dev", "eth0", "root")
     before = qdisc(network)
-    process = chaos_root_chaos(tmp_path, *arguments, before=network.command(0))
+    process = chaos_as_root(tmp_path, *arguments, before=network.command(0))
     until_in_effect(process)
     assert "tbf c405:" in qdisc(network) and "rate 1Mbit" in qdisc(network)
-    assert chaos_root_finish(process)[0] == 0
+    assert finish_as_root(process)[0] == 0
     assert qdisc(network) == before
 
 
@@ -401,7 +401,7 @@ def test_what_the_kernel_refuses_is_said(network: Namespaces, tmp_path: Path) ->
     other = ("ip", "route", "add", "10.9.9.9", "via", network.address(1))
     output(*network.command(0), *other)
     arguments = ("partition", "--peer=10.9.9.9", "--yes", "--force")
-    code, said = chaos_root_finish(chaos_root_chaos(tmp_path, *arguments, before=network.command(0)))
+    code, said = finish_as_root(chaos_as_root(tmp_path, *arguments, before=network.command(0)))
     assert code == 1 and "File exists" in said
     assert "10.9.9.9 via" in output(*network.command(0), "ip", "route", "show", "10.9.9.9")
 
@@ -423,8 +423,8 @@ def test_what_the_kernel_refuses_is_said(network: Namespaces, tmp_path: Path) ->
 def test_what_must_not_be_is_refused_of_chaos_root(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     """In one sentence, with exit code 2."""
     with run_of_nobody(tmp_path):
-        code, text = chaos_root_finish(
-            chaos_root_chaos(tmp_path if "--run=r" in arguments else tmp_path / "empty", *arguments)
+        code, text = finish_as_root(
+            chaos_as_root(tmp_path if "--run=r" in arguments else tmp_path / "empty", *arguments)
         )
     assert code == 2 and said in text and "Traceback" not in text
 
@@ -433,11 +433,11 @@ def test_what_must_not_be_is_refused_of_chaos_root(tmp_path: Path, arguments: tu
 def test_a_disk_fills_and_empties(tmp_path: Path) -> None:
     """Without a file that anybody could see; the space is back when chaos is killed."""
     with tmpfs(tmp_path / "disk", "size=64m") as disk:
-        process = chaos_root_chaos(tmp_path, "fill-disk", str(disk), "--leave=8M", "--for=5m", "--yes", "--force")
+        process = chaos_as_root(tmp_path, "fill-disk", str(disk), "--leave=8M", "--for=5m", "--yes", "--force")
         until_in_effect(process)
         assert 4 << 20 < shutil.disk_usage(disk).free <= 8 << 20 and not list(disk.iterdir())
         process.kill()
-        chaos_root_finish(process)
+        finish_as_root(process)
         assert eventually(lambda: shutil.disk_usage(disk).free > 60 << 20)
 
 
@@ -483,7 +483,7 @@ def test_root_keeps_its_hands_off_what_is_not_the_runs(tmp_path: Path) -> None:
     bystander = subprocess.Popen(["sleep", "600"], env=claims)
     try:
         with run_of_nobody(tmp_path) as launcher:
-            code, said = chaos_root_finish(chaos_root_chaos(tmp_path, "kill-node", "--run=r", "--yes", python=python))
+            code, said = finish_as_root(chaos_as_root(tmp_path, "kill-node", "--run=r", "--yes", python=python))
             assert code == 0 and "every process of run r on node n1 (SIGKILL), 1 at" in said, said
             assert launcher.wait(20) == -signal.SIGKILL
         assert bystander.poll() is None
@@ -499,7 +499,7 @@ def test_a_python_of_root_is_not_for_others(tmp_path: Path) -> None:
     if python is None:
         pytest.skip("every Python here may be used by every user")
     with run_of_nobody(tmp_path) as launcher:
-        code, said = chaos_root_finish(chaos_root_chaos(tmp_path, "kill-node", "--run=r", "--yes", python=python))
+        code, said = finish_as_root(chaos_as_root(tmp_path, "kill-node", "--run=r", "--yes", python=python))
         assert code == 2 and "install opsd where every user may read it" in said
         assert launcher.poll() is None
 

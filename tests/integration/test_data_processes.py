@@ -26,8 +26,8 @@ from opsd.ledger import beside
 from opsd.ledger.beside import DataRun
 from opsd.slurm.port import Node
 from tests.fakes.clock import until
-from tests.fakes.power_loss import Faults
 from tests.fakes.pipelines import PIPELINE, contents, make_pipeline
+from tests.fakes.power_loss import Faults
 from tests.fakes.slurm import FakeSlurm
 from tests.fakes.tree import tmpfs
 

@@ -414,7 +414,7 @@ LAST = 24
 SETTINGS = (f"run.steps={LAST}", "checkpoint.every=4")
 
 
-def durable_launch_launched(folder: Path, shards: Path, faults: Faults, *options: str) -> Launched:
+def launched_run(folder: Path, shards: Path, faults: Faults, *options: str) -> Launched:
     """The run of two ranks in ``folder`` whose persist processes meet ``faults``."""
     folder.mkdir()
     config = folder / "config.toml"
@@ -433,7 +433,7 @@ def of_last_save(folder: Path, rank: int) -> Faults:
 def check(folder: Path, shards: Path, faults: Faults, *options: str) -> int:
     """The exit code of the run. Every checkpoint that it leaves is whole, and with 0 the last is there."""
     log = folder.with_name(f"{folder.name}.calls")
-    with durable_launch_launched(folder, shards, replace(faults, log=log), *options) as run:
+    with launched_run(folder, shards, replace(faults, log=log), *options) as run:
         code = run.wait(120)
         assert calls(log), "no call has met the faults"
         checkpoints = run.run / "checkpoints"
@@ -456,7 +456,7 @@ def test_a_last_save_that_is_never_proved_ends_no_run_well(tmp_path: Path, shard
     """Nor its restart, which finds that checkpoint: it used to end with 0."""
     root = tmp_path / "run/run/checkpoints"
     faults = Faults(root, "opsd.trainer", calls="fsync", first=1, count=100_000, exact=True)
-    with durable_launch_launched(tmp_path / "run", shards, faults, "--max-restarts=1") as run:
+    with launched_run(tmp_path / "run", shards, faults, "--max-restarts=1") as run:
         assert run.wait(400) != exitcodes.OK
         assert LAST in steps(root)
         assert f"could not be saved: {root}" in run.err
@@ -476,9 +476,7 @@ def test_a_run_that_cannot_save_its_last_step_fails(tmp_path: Path, shards: Path
 def test_a_call_of_the_last_save_fails_once(tmp_path: Path, shards: Path, rank: int, done: bool) -> None:
     """Each of them, and reported as failed although it was carried out."""
     log = tmp_path / "calls"
-    with durable_launch_launched(
-        tmp_path / "counted", shards, replace(of_last_save(tmp_path / "counted", rank), log=log)
-    ) as run:
+    with launched_run(tmp_path / "counted", shards, replace(of_last_save(tmp_path / "counted", rank), log=log)) as run:
         assert run.wait(120) == exitcodes.OK
     for call in calls(log):
         folder = tmp_path / f"{call.number}"
@@ -514,7 +512,7 @@ def calls_of(rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[C
     return calls(log)
 
 
-def durable_saving_check(run: SavedRun, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_saved(run: SavedRun, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run meet ``faults``, look at what it says and at what it leaves, and go on with it."""
     is_saved = saved(run, faults, monkeypatch)
     assert is_saved or faults.count > 1
@@ -546,7 +544,7 @@ def test_a_part_that_is_announced_is_not_taken_back(tmp_path: Path, monkeypatch:
     for first, done in ((renames[-1], True), (renames[-1] + 1, False)):
         for count in (1, A_WHILE):
             run = SavedRun(tmp_path / f"{first}-{count}")
-            durable_saving_check(run, replace(of_rank(run, 1), first=first, count=count, done=done), monkeypatch)
+            check_saved(run, replace(of_rank(run, 1), first=first, count=count, done=done), monkeypatch)
 
 
 def test_a_save_at_the_end_alone_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,7 +581,7 @@ def test_some_calls_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: 
     made = calls_of(rank, tmp_path, monkeypatch)
     number = 1 + (int(time.time() / 86_400) * 7 + 13 * SHAPES.index(shape)) % len(made)
     run = SavedRun(tmp_path / "run")
-    durable_saving_check(run, shaped(of_rank(run, rank), number, shape), monkeypatch)
+    check_saved(run, shaped(of_rank(run, rank), number, shape), monkeypatch)
 
 
 @pytest.mark.long
@@ -595,7 +593,7 @@ def test_every_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank:
     for call in calls_of(rank, tmp_path, monkeypatch):
         run = SavedRun(tmp_path / f"{call.number}")
         try:
-            durable_saving_check(run, shaped(of_rank(run, rank), call.number, shape), monkeypatch)
+            check_saved(run, shaped(of_rank(run, rank), call.number, shape), monkeypatch)
         except BaseException as error:
             error.add_note(f"call {call.number}: {call.name} {call.path}, {shape}")
             raise

@@ -396,7 +396,7 @@ def test_what_is_wrong_is_said_in_one_sentence_of_deb(options: list[str], said: 
 
 __all__ = ["machine"]
 
-BUILD_RPM = Path(__file__).parents[2] / "deploy" / "rpm"
+RPM_BUILD = Path(__file__).parents[2] / "deploy" / "rpm"
 
 
 def ask(package: Path, *options: str) -> list[str]:
@@ -408,7 +408,7 @@ def ask(package: Path, *options: str) -> list[str]:
 @pytest.mark.skipif(shutil.which("rpmbuild") is None, reason="rpmbuild is not installed")
 def test_rpm_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) -> None:
     """The package says what it has and needs; the program runs, an edited setting stays, removal leaves no program."""
-    package = build(BUILD_RPM, tmp_path, "0.0.1", "opsd-0.0.1-1.*.rpm")
+    package = build(RPM_BUILD, tmp_path, "0.0.1", "opsd-0.0.1-1.*.rpm")
     assert ask(package, "--queryformat", "%{PACKAGER}") == [MAINTAINER]
     files = ask(package, "--list")
     for path in ("/usr/bin/opsd", "/usr/lib/systemd/system/opsd.service", "/usr/share/man/man1/opsd-launch.1.gz"):

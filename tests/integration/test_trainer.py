@@ -203,7 +203,7 @@ def test_waiting_for_the_first_rank_runs_into_no_time_limit(tmp_path: Path) -> N
 
 STAGES = "[{start = 1, weights = {a = 0.75, b = 0.25}}, {start = 13, weights = {b = 1.0}}]"
 
-STEPS_TRAINER_DATA = 16
+MIXED_STEPS = 16
 
 
 def finish(run: Run, world: int, **settings: object) -> None:
@@ -216,9 +216,9 @@ def test_mixtures_survive_another_world_size(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_small_corpus(tmp_path / "shards" / name)
     whole, broken = (Run(tmp_path / name, tmp_path / "shards") for name in ("whole", "broken"))
-    finish(whole, 2, run__steps=STEPS_TRAINER_DATA)
+    finish(whole, 2, run__steps=MIXED_STEPS)
     finish(broken, 2, run__steps=15)
-    finish(broken, 1, run__steps=STEPS_TRAINER_DATA)
+    finish(broken, 1, run__steps=MIXED_STEPS)
     assert broken.curve().keys() == whole.curve().keys()
     for step, (loss, _) in whole.curve().items():
         assert broken.curve()[step][0] == pytest.approx(loss, rel=1e-3)

@@ -234,7 +234,7 @@ def swap_nodes(run: Run) -> None:
         (run.folder / old).rename(run.folder / new)
 
 
-def trainer_nodes_resume(run: Run, **settings: object) -> dict[str, Any]:
+def resume_nodes(run: Run, **settings: object) -> dict[str, Any]:
     """Go on for ten steps; steps that were computed before came out the same. How the state was loaded."""
     until = max(run.curve()) + 10
     assert run.start(nodes=2, run__steps=until, **settings).wait() == [0, 0], run.printed()
@@ -248,7 +248,7 @@ def test_a_lost_node_is_replaced_from_its_partners_memory(run: Run) -> None:
     (saved,) = steps(run.checkpoints)
     lose_disk(run)
     lose_node(run)
-    event = trainer_nodes_resume(run)
+    event = resume_nodes(run)
     assert (event["tier"], event["step"]) == ("partner", saved)
     assert not list(run.folder.glob("node-*/*.state*"))
 
@@ -257,13 +257,13 @@ def test_ranks_on_other_nodes_than_before(run: Run) -> None:
     """When the nodes come back in another order each rank finds its state where it is."""
     lose_disk(run)
     swap_nodes(run)
-    assert trainer_nodes_resume(run)["tier"] == "partner"
+    assert resume_nodes(run)["tier"] == "partner"
 
 
 def test_a_damaged_copy_is_not_used(run: Run) -> None:
     """The copy of a lost node's state is verified, and when it is damaged all ranks read the disk."""
     damage_copy(run)
-    assert trainer_nodes_resume(run)["tier"] == "local"
+    assert resume_nodes(run)["tier"] == "local"
     assert "does not match its checksum" in run.events("checkpoint_rejected")[-1]["why"]
 
 
@@ -282,7 +282,7 @@ def test_without_replicas_a_lost_node_means_the_disk(run: Run) -> None:
     """Every rank decides alike when one node's memory is gone, whatever the others have."""
     memory.remove(run.memory(0), 1)
     lose_node(run)
-    assert trainer_nodes_resume(run, checkpoint__replicas="false")["tier"] == "local"
+    assert resume_nodes(run, checkpoint__replicas="false")["tier"] == "local"
     assert not run.events("checkpoint_rejected")
 
 
@@ -293,7 +293,7 @@ def test_whole_replicas_on_each_node(tmp_path: Path, shards: Path) -> None:
     until(lambda: steps(run.checkpoints) and len(list(memory.all_infos(run.memory(1)))) == 2)
     world.kill()
     assert len(read(folder_of(run.checkpoints, steps(run.checkpoints)[0])).files) == 1
-    assert trainer_nodes_resume(run)["tier"] == "memory"
+    assert resume_nodes(run)["tier"] == "memory"
 
 
 def test_fewer_nodes_at_the_same_global_batch(tmp_path: Path, shards: Path, undisturbed: Run) -> None:

@@ -331,7 +331,7 @@ def test_an_arm_that_changes_nothing_is_told_as_that():
     assert (verdict.verdict, verdict.reason) == ("undecided", "both sides have the same value in all 6 pairs")
 
 
-# Predictions of power and seeds beside known values; test_ablate_verdict.py has them beside simulations.
+# Predictions of power and seeds beside known values.
 
 
 @pytest.mark.parametrize(

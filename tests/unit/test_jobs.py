@@ -302,7 +302,7 @@ def proc(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mig_jobs_gpu_owners() -> GpuOwners:
+def mig_owners() -> GpuOwners:
     """Nothing runs on the instances; by index the second GPU is /dev/nvidia0."""
     gpu_owners = GpuOwners()
     gpu_owners.holders = {0: (), 1: (), 2: ()}
@@ -363,15 +363,11 @@ def test_a_file_names_gpu_and_instance(proc: Path) -> None:
     assert not has_instances(proc / "nothing")
 
 
-def test_a_job_has_its_instance_before_anything_runs_on_it(mig_jobs_gpu_owners: GpuOwners, proc: Path) -> None:
+def test_a_job_has_its_instance_before_anything_runs_on_it(mig_owners: GpuOwners, proc: Path) -> None:
     """Two jobs on one GPU, one on a whole GPU; an instance of nobody stays nobody's."""
-    mig_jobs_gpu_owners.files = {"71": [SMALL], "72": [LARGE], "73": [WHOLE]}
-    jobs = GpuJobs(mig_jobs_gpu_owners, proc=proc)
-    told = {
-        key
-        for key in samples(JobsCollector(mig_jobs_gpu_owners, jobs).collect())
-        if key[0] != "opsd_gpu_job_idle_seconds"
-    }
+    mig_owners.files = {"71": [SMALL], "72": [LARGE], "73": [WHOLE]}
+    jobs = GpuJobs(mig_owners, proc=proc)
+    told = {key for key in samples(JobsCollector(mig_owners, jobs).collect()) if key[0] != "opsd_gpu_job_idle_seconds"}
     assert told == {
         ("opsd_gpu_job_info", "1", "71", "", ""),
         ("opsd_gpu_job_info", "1", "72", "", ""),
@@ -379,48 +375,48 @@ def test_a_job_has_its_instance_before_anything_runs_on_it(mig_jobs_gpu_owners: 
         ("opsd_mig_job_info", "1", "1", "71"),
         ("opsd_mig_job_info", "1", "2", "72"),
     }
-    assert (mig_jobs_gpu_owners.job_on(1, 1), mig_jobs_gpu_owners.job_on(1, 2), mig_jobs_gpu_owners.job_on(0, 1)) == (
+    assert (mig_owners.job_on(1, 1), mig_owners.job_on(1, 2), mig_owners.job_on(0, 1)) == (
         "71",
         "72",
         "",
     )
-    mig_jobs_gpu_owners.files = {}
+    mig_owners.files = {}
     assert jobs.look() == {}
-    assert mig_jobs_gpu_owners.job_on(1, 1) == ""
+    assert mig_owners.job_on(1, 1) == ""
 
 
-def test_a_process_on_another_instance_disproves_the_files(mig_jobs_gpu_owners: GpuOwners, proc: Path) -> None:
+def test_a_process_on_another_instance_disproves_the_files(mig_owners: GpuOwners, proc: Path) -> None:
     """What the driver and the kernel see counts, and nothing that was only given is believed beside it."""
     run_by(proc, 10, "71")
-    mig_jobs_gpu_owners.files = {"71": [SMALL], "72": [OTHER]}
+    mig_owners.files = {"71": [SMALL], "72": [OTHER]}
     for instance, jobs in ((1, {0: {"72"}, 1: {"71"}}), (2, {1: {"71"}})):
-        mig_jobs_gpu_owners.holders = {0: (), 1: (10,), 2: ()}
-        mig_jobs_gpu_owners.instances = {0: {1: ()}, 1: {1: (), 2: ()} | {instance: (10,)}}
-        assert GpuJobs(mig_jobs_gpu_owners, proc=proc).look() == jobs
-        assert mig_jobs_gpu_owners.job_on(1, instance) == "71"
-        assert bool(mig_jobs_gpu_owners.job_on(0, 1)) is (instance == 1)
+        mig_owners.holders = {0: (), 1: (10,), 2: ()}
+        mig_owners.instances = {0: {1: ()}, 1: {1: (), 2: ()} | {instance: (10,)}}
+        assert GpuJobs(mig_owners, proc=proc).look() == jobs
+        assert mig_owners.job_on(1, instance) == "71"
+        assert bool(mig_owners.job_on(0, 1)) is (instance == 1)
 
 
-def test_a_job_on_the_instance_of_another_contests_that_one_only(mig_jobs_gpu_owners: GpuOwners, proc: Path) -> None:
+def test_a_job_on_the_instance_of_another_contests_that_one_only(mig_owners: GpuOwners, proc: Path) -> None:
     """The instance of the other stays its own as well, and the third, on which nothing runs, that of its job."""
     run_by(proc, 10, "71")
     run_by(proc, 20, "72")
-    mig_jobs_gpu_owners.files = {"71": [SMALL], "72": [LARGE], "73": [OTHER]}
-    mig_jobs_gpu_owners.holders = {0: (), 1: (10, 20), 2: ()}
-    mig_jobs_gpu_owners.instances = {0: {1: ()}, 1: {1: (10,), 2: (10, 20)}}
-    assert GpuJobs(mig_jobs_gpu_owners, proc=proc).look() == {0: {"73"}, 1: {"71", "72"}}
-    assert mig_jobs_gpu_owners.jobs_on == {(0, 1): {"73"}, (1, 1): {"71"}, (1, 2): {"71", "72"}}
-    assert mig_jobs_gpu_owners.job_on(1, 2) == ""
+    mig_owners.files = {"71": [SMALL], "72": [LARGE], "73": [OTHER]}
+    mig_owners.holders = {0: (), 1: (10, 20), 2: ()}
+    mig_owners.instances = {0: {1: ()}, 1: {1: (10,), 2: (10, 20)}}
+    assert GpuJobs(mig_owners, proc=proc).look() == {0: {"73"}, 1: {"71", "72"}}
+    assert mig_owners.jobs_on == {(0, 1): {"73"}, (1, 1): {"71"}, (1, 2): {"71", "72"}}
+    assert mig_owners.job_on(1, 2) == ""
 
 
 @pytest.mark.parametrize("files", [("nvidia0",), ("nvidia2", "nvidia-cap12"), ("nvidia1", "nvidia-cap21")])
 def test_files_that_do_not_fit_the_driver_say_nothing(
-    mig_jobs_gpu_owners: GpuOwners, proc: Path, files: tuple[str, ...]
+    mig_owners: GpuOwners, proc: Path, files: tuple[str, ...]
 ) -> None:
     """A whole GPU that is parted, an instance of one that is not, or one that is not there: nor do those of others."""
-    mig_jobs_gpu_owners.files = {"71": [files], "72": [LARGE]}
-    assert GpuJobs(mig_jobs_gpu_owners, proc=proc).look() == {}
-    assert mig_jobs_gpu_owners.job_on(1, 2) == ""
+    mig_owners.files = {"71": [files], "72": [LARGE]}
+    assert GpuJobs(mig_owners, proc=proc).look() == {}
+    assert mig_owners.job_on(1, 2) == ""
 
 
 class Daemon:
@@ -444,7 +440,7 @@ def watched(daemon: Daemon, *, parted: bool = True) -> NodeWatch:
     return NodeWatch(slurm, "n1", clock=lambda: 5.0, gres=daemon, has_instances=lambda: parted)
 
 
-def test_slurmd_is_asked_once_while_the_jobs_stay(mig_jobs_gpu_owners: GpuOwners) -> None:
+def test_slurmd_is_asked_once_while_the_jobs_stay(mig_owners: GpuOwners) -> None:
     """What it says is dropped with the rest of an old report."""
     daemon = Daemon((SMALL, OTHER, LARGE, WHOLE))
     watch = watched(daemon)
@@ -452,12 +448,12 @@ def test_slurmd_is_asked_once_while_the_jobs_stay(mig_jobs_gpu_owners: GpuOwners
     assert report.files == watch.refresh().files == {"71": [LARGE], "72": [SMALL, WHOLE]}
     assert daemon.asked == 1
     now = 5.0
-    collector = SlurmCollector(lambda: report, "n1", clock=lambda: now, gpu_owners=mig_jobs_gpu_owners)
+    collector = SlurmCollector(lambda: report, "n1", clock=lambda: now, gpu_owners=mig_owners)
     collector.collect()
-    assert mig_jobs_gpu_owners.files == report.files
+    assert mig_owners.files == report.files
     now = 100.0
     collector.collect()
-    assert mig_jobs_gpu_owners.files == {}
+    assert mig_owners.files == {}
 
 
 def test_slurmd_is_not_asked_without_instances_and_need_not_answer() -> None:

@@ -154,7 +154,7 @@ def test_control_socket_that_cannot_be_made_is_reported(
 
 
 @pytest.fixture
-def launch_threads_loop() -> Loop:
+def real_loop() -> Loop:
     """A loop that gives up after a while."""
     loop = Loop()
     loop.later(20.0, loop.stop)
@@ -162,7 +162,7 @@ def launch_threads_loop() -> Loop:
 
 
 @pytest.fixture
-def no_descriptors(launch_threads_loop: Loop) -> Iterator[None]:
+def no_descriptors(real_loop: Loop) -> Iterator[None]:
     """Not one descriptor can be had."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as lowest:
@@ -171,26 +171,26 @@ def no_descriptors(launch_threads_loop: Loop) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_it_returns_comes_from_the_loop(launch_threads_loop: Loop) -> None:
+def test_what_it_returns_comes_from_the_loop(real_loop: Loop) -> None:
     """In the thread of the loop, and not in that of the work."""
     found: list[object] = []
 
     def done(result: int | OSError) -> None:
         found.extend((result, threading.current_thread()))
-        launch_threads_loop.stop()
+        real_loop.stop()
 
-    assert launch_threads_loop.run_in_thread(lambda: 7, done)
-    launch_threads_loop.run()
+    assert real_loop.run_in_thread(lambda: 7, done)
+    real_loop.run()
     assert found == [7, threading.current_thread()]
 
 
-def test_an_oserror_is_given_and_anything_else_raised(launch_threads_loop: Loop) -> None:
+def test_an_oserror_is_given_and_anything_else_raised(real_loop: Loop) -> None:
     """The first is the world's, the second a mistake of ours."""
     found: list[object] = []
-    launch_threads_loop.run_in_thread(
-        lambda: Path("/nonexistent/folder").stat(), lambda result: (found.append(result), launch_threads_loop.stop())
+    real_loop.run_in_thread(
+        lambda: Path("/nonexistent/folder").stat(), lambda result: (found.append(result), real_loop.stop())
     )
-    launch_threads_loop.run()
+    real_loop.run()
     assert isinstance(found[0], FileNotFoundError)
     again = Loop()
     again.run_in_thread(lambda: 1 // 0, found.append)
@@ -199,50 +199,48 @@ def test_an_oserror_is_given_and_anything_else_raised(launch_threads_loop: Loop)
 
 
 @pytest.mark.usefixtures("no_descriptors")
-def test_it_needs_no_descriptors(launch_threads_loop: Loop) -> None:
+def test_it_needs_no_descriptors(real_loop: Loop) -> None:
     """The launcher has none left, and still looks whether its generation holds."""
     found: list[object] = []
-    launch_threads_loop.run_in_thread(lambda: 7, lambda result: (found.append(result), launch_threads_loop.stop()))
-    launch_threads_loop.run()
+    real_loop.run_in_thread(lambda: 7, lambda result: (found.append(result), real_loop.stop()))
+    real_loop.run()
     assert found == [7]
 
 
-def test_work_of_one_key_is_done_once_at_a_time(launch_threads_loop: Loop) -> None:
+def test_work_of_one_key_is_done_once_at_a_time(real_loop: Loop) -> None:
     """A file server that hangs holds one thread and not one for every second."""
     hanging = threading.Event()
     found: list[str] = []
 
     def done(result: str | OSError) -> None:
         found.append(str(result))
-        launch_threads_loop.stop()
+        real_loop.stop()
 
     def work() -> str:
         hanging.wait()
         return "looked"
 
-    assert launch_threads_loop.run_in_thread(work, done, key="look")
+    assert real_loop.run_in_thread(work, done, key="look")
     threads = threading.active_count()
-    assert [launch_threads_loop.run_in_thread(work, done, key="look") for _ in range(100)] == [False] * 100
+    assert [real_loop.run_in_thread(work, done, key="look") for _ in range(100)] == [False] * 100
     assert threading.active_count() == threads
-    assert launch_threads_loop.run_in_thread(lambda: "other", lambda _: hanging.set(), key="other")
-    launch_threads_loop.run()
+    assert real_loop.run_in_thread(lambda: "other", lambda _: hanging.set(), key="other")
+    real_loop.run()
     assert found == ["looked"]
-    assert launch_threads_loop.run_in_thread(work, done, key="look"), "it is over, and may be done again"
+    assert real_loop.run_in_thread(work, done, key="look"), "it is over, and may be done again"
 
 
-def test_many_threads_at_once_are_all_heard(launch_threads_loop: Loop) -> None:
+def test_many_threads_at_once_are_all_heard(real_loop: Loop) -> None:
     """More than fit into what wakes the loop."""
     heard: list[int] = []
     threads = [
-        threading.Thread(
-            target=lambda: [launch_threads_loop.call_soon_threadsafe(lambda: heard.append(1)) for _ in range(5000)]
-        )
+        threading.Thread(target=lambda: [real_loop.call_soon_threadsafe(lambda: heard.append(1)) for _ in range(5000)])
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
-    launch_threads_loop.every(0.01, lambda: len(heard) == 20_000 and launch_threads_loop.stop())  # type: ignore[arg-type,func-returns-value]
-    launch_threads_loop.run()
+    real_loop.every(0.01, lambda: len(heard) == 20_000 and real_loop.stop())  # type: ignore[arg-type,func-returns-value]
+    real_loop.run()
     assert len(heard) == 20_000
 
 

@@ -214,7 +214,7 @@ def bench(tokens_per_s: float = 15_000.0, gpu: str = "NVIDIA H100 80GB HBM3", **
     return {"gpu": gpu, "date": day(NOW), "parts": {"dense_4k": part | changed}}
 
 
-def plan_measured_report(node: str, at: float = NOW, gpu: str = "NVIDIA H100 80GB HBM3", scale: float = 1.0) -> Report:
+def node_report(node: str, at: float = NOW, gpu: str = "NVIDIA H100 80GB HBM3", scale: float = 1.0) -> Report:
     """A preflight of a node of eight GPUs, the last of which is 4 % slower and one of which is broken."""
     rates = [*[700e12 * scale] * 6, 672e12 * scale]
     burn = [Value("throughput", f"GPU {n}", rate, "flops", Verdict.PASS) for n, rate in enumerate(rates)]
@@ -275,7 +275,7 @@ def test_preflights_replace_rates(tmp_path: Path) -> None:
     """The median of the nodes, each with its newest; a GPU that failed counts for nothing."""
     history = History(tmp_path / "preflight.sqlite")
     for node, at, scale in (("n1", NOW - 9e6, 0.2), ("n1", NOW, 1.0), ("n2", NOW, 0.9)):
-        history.record(plan_measured_report(node, at, scale=scale))
+        history.record(node_report(node, at, scale=scale))
     found = measured([history.path], "h100", H100, HABITS, forgiving=False)
     values = {name: figure.value for name, figure in (found.hardware.figures() | found.habits.figures()).items()
               if figure.measured}  # fmt: skip
@@ -294,7 +294,7 @@ def test_a_benchmark_is_what_the_plan_then_predicts(tmp_path: Path) -> None:
     fast, slow = (measured([path], "h100", H100, HABITS, forgiving=False) for path in speeds.values())
     assert fast.hardware.loop.value == pytest.approx(2 * slow.hardware.loop.value, rel=0.03)
     assert (fast.habits.stall.value, fast.habits.data.value) == (3.0, pytest.approx(1 / 99))
-    (tmp_path / "zzz.json").write_text(plan_measured_report("n1", scale=0.8).to_json())
+    (tmp_path / "zzz.json").write_text(node_report("n1", scale=0.8).to_json())
     both = measured([speeds[15_000], tmp_path / "zzz.json"], "h100", H100, HABITS, forgiving=False)
     assert both.hardware.gemm.value < H100.gemm.value
     assert both.hardware.loop.value > fast.hardware.loop.value
@@ -319,11 +319,11 @@ def test_slurms_events_replace_outages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("r.json", plan_measured_report("n1", NOW - 200 * 86_400).to_json(), "200 days ago, and counts for 180"),
-        ("r.json", plan_measured_report("n1", NOW + 9e6).to_json(), "in the future"),
-        ("r.json", plan_measured_report("n1", scale=2.0).to_json(), "gemm of 1.4"),
-        ("r.json", plan_measured_report("n1", gpu="NVIDIA A100-SXM4-80GB").to_json(), "the plan is for h100"),
-        ("r.json", plan_measured_report("n1", gpu="").to_json().replace('"GPU 0"', '"processor"'), "without GPUs"),
+        ("r.json", node_report("n1", NOW - 200 * 86_400).to_json(), "200 days ago, and counts for 180"),
+        ("r.json", node_report("n1", NOW + 9e6).to_json(), "in the future"),
+        ("r.json", node_report("n1", scale=2.0).to_json(), "gemm of 1.4"),
+        ("r.json", node_report("n1", gpu="NVIDIA A100-SXM4-80GB").to_json(), "the plan is for h100"),
+        ("r.json", node_report("n1", gpu="").to_json().replace('"GPU 0"', '"processor"'), "without GPUs"),
         ("r.json", '{"a": 1}', "not a preflight report"),
         ("b.json", bench(1e6), "of the GPU's peak"),
         ("b.json", bench(gpu="NVIDIA B200"), "the plan is for h100"),
@@ -387,10 +387,10 @@ def test_every_output_marks_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_measurement_that_cannot_be_used_ends_the_command(tmp_path: Path) -> None:
     """If it was asked for; one that was only found is told on stderr."""
-    bad = written(tmp_path / "r.json", plan_measured_report("n1", scale=2.0).to_json())
+    bad = written(tmp_path / "r.json", node_report("n1", scale=2.0).to_json())
     refused = plan(tmp_path, "--measured", str(bad))
     assert (refused.exit_code, "is impossible" in refused.stderr) == (exitcodes.USAGE, True)
-    History(tmp_path / "preflight.sqlite").record(plan_measured_report("n1", scale=2.0))
+    History(tmp_path / "preflight.sqlite").record(node_report("n1", scale=2.0))
     (tmp_path / "opsd.toml").write_text(f'[agent]\nstate_dir = "{tmp_path}"\n')
     found = plan(tmp_path, "--config", str(tmp_path / "opsd.toml"))
     assert (found.exit_code, "opsd: not used: " in found.stderr) == (0, True)

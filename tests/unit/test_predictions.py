@@ -107,7 +107,7 @@ FAN_LOOK_S = 10
 FAN_HOURS = 72.0
 
 
-def predictions_noise_opened(node: Iterator[Tracks], seconds: int) -> float | None:
+def fan_opened(node: Iterator[Tracks], seconds: int) -> float | None:
     """The second at which the incident opens: once the fan is found failing for long enough without a break."""
     since = None
     for view in islice(node, seconds):
@@ -122,20 +122,20 @@ def predictions_noise_opened(node: Iterator[Tracks], seconds: int) -> float | No
 @pytest.mark.parametrize("number", [0, 10, 18, 32, 40, 46])
 def test_a_noisy_node_has_no_failing_fan(number: int) -> None:
     """A quarter of an hour of some of the fifty; all of them for 72 hours is a long test."""
-    assert predictions_noise_opened(gpu_node(MODELS[number], number), 900) is None
+    assert fan_opened(gpu_node(MODELS[number], number), 900) is None
 
 
 def test_what_others_wander_is_seen_where_they_are_seldom_settled() -> None:
     """Loads and temperatures that wander for minutes: one GPU climbs 6 K, while its peers have few blocks alike."""
     noise = Noise(ar_sd=2.2, ar_s=200.0, load_sd=33.0, load_s=200.0)
-    assert predictions_noise_opened(gpu_node(noise, 509), 700) is None
+    assert fan_opened(gpu_node(noise, 509), 700) is None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(len(MODELS)))
 def test_fifty_noisy_nodes_have_no_failing_fan_in_72_hours(number: int) -> None:
     """AR(1) noise, walking and changing loads, warm rooms, whole degrees, missing and wild samples."""
-    assert predictions_noise_opened(gpu_node(MODELS[number], 300 + number), int(FAN_HOURS * 3600 / len(MODELS))) is None
+    assert fan_opened(gpu_node(MODELS[number], 300 + number), int(FAN_HOURS * 3600 / len(MODELS))) is None
 
 
 def ramp(celsius_a_minute: float) -> Fault:
@@ -158,7 +158,7 @@ def stop(celsius: float, seconds: float) -> Fault:
 )
 def test_a_fan_that_fails_is_found(noise: Noise, fault: Fault, within_s: float) -> None:
     """Within minutes, on a node with the usual noise."""
-    at = predictions_noise_opened(gpu_node(noise, 1, fault), 300 + int(within_s))
+    at = fan_opened(gpu_node(noise, 1, fault), 300 + int(within_s))
     assert at is not None and at >= 300
 
 

@@ -384,9 +384,7 @@ def hour(*results, **fields) -> Report:
     return replace(found, ended=found.started + HOUR)
 
 
-def preflight_burnin_burn(
-    folder: Path, rounds: Sequence[Report], hours: float = 3.0, now: float = 1e9
-) -> tuple[Report, list[str]]:
+def burn_in(folder: Path, rounds: Sequence[Report], hours: float = 3.0, now: float = 1e9) -> tuple[Report, list[str]]:
     """The report of a burn-in that has these ``rounds`` ahead of it, and what was said."""
     waiting, told = [*rounds], []
 
@@ -403,7 +401,7 @@ def value_of(found: Report, measure: str) -> float:
 
 def test_it_goes_on_until_its_hours_are_over(tmp_path: Path) -> None:
     """Three rounds of an hour, and what each took adds up."""
-    found, told = preflight_burnin_burn(tmp_path, [hour(started=1e9 + number * HOUR) for number in range(5)])
+    found, told = burn_in(tmp_path, [hour(started=1e9 + number * HOUR) for number in range(5)])
     assert found.passed
     assert (value_of(found, "rounds"), value_of(found, "burned")) == (3, 3 * HOUR)
     assert told[-1] == "round 3 passed, 3 h of 3 h done"
@@ -411,12 +409,10 @@ def test_it_goes_on_until_its_hours_are_over(tmp_path: Path) -> None:
 
 def test_a_round_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
     """It is made again, under a number of its own."""
-    preflight_burnin_burn(
-        tmp_path, [*(hour(started=1e9 + number * HOUR) for number in range(3)), hour(interrupted=True)], hours=5
-    )
+    burn_in(tmp_path, [*(hour(started=1e9 + number * HOUR) for number in range(3)), hour(interrupted=True)], hours=5)
     (folder,) = tmp_path.iterdir()
     (folder / "round-0002.json").write_text("{")
-    found, _ = preflight_burnin_burn(
+    found, _ = burn_in(
         tmp_path, [hour(started=2e9 + number * HOUR) for number in range(3)], hours=5, now=1e9 + 4 * HOUR
     )
     assert value_of(found, "rounds") == 5
@@ -426,10 +422,10 @@ def test_a_round_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
 
 def test_what_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     """After a crash or Ctrl-C only the missing rounds are run; after a finished one the next starts over."""
-    cut, _ = preflight_burnin_burn(tmp_path, [hour(started=1e9), hour(started=1e9 + HOUR, interrupted=True)])
+    cut, _ = burn_in(tmp_path, [hour(started=1e9), hour(started=1e9 + HOUR, interrupted=True)])
     assert cut.interrupted and not cut.passed
     assert cut.results[0].verdict is Verdict.PASS, "what the whole round found stays"
-    found, told = preflight_burnin_burn(tmp_path, [hour(started=2e9), hour(started=2e9 + HOUR)], now=1e9 + 3 * HOUR)
+    found, told = burn_in(tmp_path, [hour(started=2e9), hour(started=2e9 + HOUR)], now=1e9 + 3 * HOUR)
     assert value_of(found, "rounds") == 3
     assert "of which 1 h of 3 h are done" in told[0]
     begun = burnin.begin(tmp_path, "node-1", ROUND, HOUR, 1e9 + 4 * HOUR)
@@ -447,15 +443,13 @@ def test_what_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
 )
 def test_another_burn_in_is_not_resumed(tmp_path: Path, node: str, checks: tuple[Check, ...], later_s: float) -> None:
     """Another node, other checks, or one of last month."""
-    preflight_burnin_burn(tmp_path, [hour(started=1e9), hour(interrupted=True)])
+    burn_in(tmp_path, [hour(started=1e9), hour(interrupted=True)])
     assert burnin.begin(tmp_path, node, checks, HOUR, 1e9 + HOUR + later_s).done == ()
 
 
 def test_a_round_that_fails_ends_it(tmp_path: Path) -> None:
     """Nobody has to wait three days for what is known after an hour, and the round is named."""
-    found, _ = preflight_burnin_burn(
-        tmp_path, [hour(VERSIONS), hour(replace(VERSIONS, verdict=Verdict.FAIL, reason="gone")), hour()]
-    )
+    found, _ = burn_in(tmp_path, [hour(VERSIONS), hour(replace(VERSIONS, verdict=Verdict.FAIL, reason="gone")), hour()])
     assert value_of(found, "rounds") == 2
     assert found.results[0].verdict is Verdict.FAIL
 

@@ -332,23 +332,23 @@ def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector, cl
 
 
 @pytest.fixture
-def rank_events_collector(run: Path, clock: Clock) -> RanksCollector:
+def of_events(run: Path, clock: Clock) -> RanksCollector:
     return RanksCollector(run.parent, clock=clock)
 
 
-def test_events_of_the_launcher_come_once_with_their_own_time(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_events_of_the_launcher_come_once_with_their_own_time(run: Path, of_events: RanksCollector) -> None:
     """Also those from before the agent was started; an unfinished line waits."""
     first = json.dumps({"t": 100.5, "event": "rank_exited", "rank": 1, "culprit": True, "generation": 1})
     second = json.dumps({"t": 101.5, "event": "resumed", "step": 7})
     (run / "events.jsonl").write_text(f"{first}\n{second[:9]}")
-    (event,) = read(rank_events_collector).events
+    (event,) = read(of_events).events
     assert (event.kind, event.at, event.data["run"], event.data["culprit"]) == ("rank_exited", 100.5, "r1", True)
     (run / "events.jsonl").write_text(f"{first}\n{second}\n")
-    assert [(e.kind, e.at) for e in read(rank_events_collector).events] == [("resumed", 101.5)]
-    assert read(rank_events_collector).events == ()
+    assert [(e.kind, e.at) for e in read(of_events).events] == [("resumed", 101.5)]
+    assert read(of_events).events == ()
 
 
-def test_events_that_a_launcher_passes_on_come_once(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_events_that_a_launcher_passes_on_come_once(run: Path, of_events: RanksCollector) -> None:
     """While it lives its stream is the only source; what it no longer passed on is read from the ranks' own files."""
     rank = reporter(run, 2)
     rank.event("checkpoint_rejected", step=40, file="shard-0", why="checksum")
@@ -356,62 +356,58 @@ def test_events_that_a_launcher_passes_on_come_once(run: Path, rank_events_colle
     passed_on = own | {"rank": 2, "generation": 1, "run": "r1"}
     (run / "events.jsonl").write_text(json.dumps(passed_on) + "\n")
     write_run(run, os.getpid())
-    assert [e.kind for e in read(rank_events_collector).events] == ["checkpoint_rejected"]
+    assert [e.kind for e in read(of_events).events] == ["checkpoint_rejected"]
     rank.event("checkpoint_loaded", step=30)
-    assert read(rank_events_collector).events == ()
+    assert read(of_events).events == ()
     write_run(run, os.getpid(), launcher_start=1)
-    (event,) = read(rank_events_collector).events
+    (event,) = read(of_events).events
     assert (event.kind, event.data["rank"], event.data["step"]) == ("checkpoint_loaded", 2, 30)
 
 
-def test_of_a_flood_the_newest_are_passed_on(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_of_a_flood_the_newest_are_passed_on(run: Path, of_events: RanksCollector) -> None:
     """A trainer may evaluate in each step, or the agent start beside a long file; other events are all there."""
     ended = json.dumps({"t": 1.0, "event": "rank_exited", "rank": 0})
     steps = [json.dumps({"t": 2.0, "event": "evaluation", "step": step, "results": {}}) for step in range(1000)]
     (run / "events.jsonl").write_text("\n".join([ended, *steps]) + "\n")
-    first, *rest = read(rank_events_collector).events
+    first, *rest = read(of_events).events
     assert first.kind == "rank_exited"
     assert [event.data["step"] for event in rest] == [*range(1000 - MAX_EVENTS, 1000)]
 
 
-def test_what_small_values_take_counts(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_what_small_values_take_counts(run: Path, of_events: RanksCollector) -> None:
     """3 MiB of empty lists, which are kept for minutes, are 80 MiB in memory: events that hold them are left out."""
     line = json.dumps({"event": "resumed", "t": 1.0, "x": [[]] * 30_000})
     kept = 0
     with (run / "events.jsonl").open("a") as stream:
         for _ in range(30):
             print(line, file=stream, flush=True)
-            kept += len(read(rank_events_collector).events)
+            kept += len(read(of_events).events)
     assert 0 < kept < 6
 
 
-def test_a_run_without_launcher_has_events_too(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_a_run_without_launcher_has_events_too(run: Path, of_events: RanksCollector) -> None:
     """Another launcher may set OPSD_RANK_PAGE."""
     reporter(run, 1).event("data_worker_restarted", pid=7, why="gone", sample=5)
-    (event,) = read(rank_events_collector).events
+    (event,) = read(of_events).events
     assert (event.kind, event.data["rank"], event.data["run"]) == ("data_worker_restarted", 1, "r1")
 
 
-def test_an_evaluation_stays_visible(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_an_evaluation_stays_visible(run: Path, of_events: RanksCollector) -> None:
     """Its event comes once, its results are series for as long as the run is reported."""
     reporter(run, 1).event("evaluation", step=40, tokens=1000, results={"loss": 2.5}, reference={})
     for _ in range(2):
-        found = {
-            s.metric.name: s
-            for s in read(rank_events_collector).samples
-            if s.metric.name.startswith("opsd_evaluation_")
-        }
+        found = {s.metric.name: s for s in read(of_events).samples if s.metric.name.startswith("opsd_evaluation_")}
         assert found["opsd_evaluation_result"].labels == ("r1", "loss")
         assert (found["opsd_evaluation_result"].value, found["opsd_evaluation_step"].value) == (2.5, 40.0)
 
 
-def test_the_data_mixture_is_what_the_run_told_last(run: Path, rank_events_collector: RanksCollector) -> None:
+def test_the_data_mixture_is_what_the_run_told_last(run: Path, of_events: RanksCollector) -> None:
     """Going back to a checkpoint takes the tokens of each source back, too."""
     rank = reporter(run)
     rank.event("data_mixture", step=20, tokens={"web": 800, "code": 200}, epochs={"web": 0.4, "code": 1.5})
-    assert values(read(rank_events_collector))["opsd_data_source_epochs", "r1", "code"] == 1.5
+    assert values(read(of_events))["opsd_data_source_epochs", "r1", "code"] == 1.5
     rank.event("data_mixture", step=10, tokens={"web": 400, "code": None, 7: "x"}, epochs=[])
-    samples = values(read(rank_events_collector))
+    samples = values(read(of_events))
     assert {key: value for key, value in samples.items() if key[0].startswith("opsd_data_source_")} == {
         ("opsd_data_source_tokens", "r1", "web"): 400
     }
@@ -472,20 +468,20 @@ ME = os.getuid()
 
 
 @pytest.fixture
-def rank_identity_gpu_owners() -> GpuOwners:
+def owners_of_gpus() -> GpuOwners:
     return GpuOwners()
 
 
 @pytest.fixture
-def rank_identity_run(tmp_path: Path) -> Path:
+def own_run(tmp_path: Path) -> Path:
     folder = tmp_path / "r1"
     folder.mkdir()
     return folder
 
 
 @pytest.fixture
-def rank_identity_collector(rank_identity_run: Path, rank_identity_gpu_owners: GpuOwners) -> RanksCollector:
-    return RanksCollector(rank_identity_run.parent, gpu_owners=rank_identity_gpu_owners)
+def identities(own_run: Path, owners_of_gpus: GpuOwners) -> RanksCollector:
+    return RanksCollector(own_run.parent, gpu_owners=owners_of_gpus)
 
 
 @pytest.fixture
@@ -498,61 +494,59 @@ def other() -> Iterator[int]:
         process.kill()
 
 
-def test_a_job_needs_slurms_word(
-    rank_identity_run: Path, rank_identity_collector: RanksCollector, rank_identity_gpu_owners: GpuOwners
-) -> None:
+def test_a_job_needs_slurms_word(own_run: Path, identities: RanksCollector, owners_of_gpus: GpuOwners) -> None:
     """About this very user: the page alone is no proof, and neither is the job of somebody else."""
-    reporter(rank_identity_run, gpu=0, job="4242")
-    write_run(rank_identity_run, os.getpid())
+    reporter(own_run, gpu=0, job="4242")
+    write_run(own_run, os.getpid())
     for jobs, shown in (({}, ""), ({"4242": ME + 1}, ""), ({"4242": ME}, "4242")):
-        rank_identity_gpu_owners.jobs = jobs
-        reading = read(rank_identity_collector)
+        owners_of_gpus.jobs = jobs
+        reading = read(identities)
         assert [rank.job for rank in ranks(reading)] == [run.job for run in runs(reading)] == [shown]
         assert ("opsd_gpu_job_info", "0", shown, "r1", "0") in values(reading)
 
 
-def test_the_control_group_decides_about_the_job(rank_identity_gpu_owners: GpuOwners) -> None:
+def test_the_control_group_decides_about_the_job(owners_of_gpus: GpuOwners) -> None:
     """Whatever the page says; a process that has ended was in the job it was in."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pid, start = process.pid, process_start(process.pid) or 0
-        proof = Proof(ME, rank_identity_gpu_owners, lambda _pid: Identity(ME, "77"))
+        proof = Proof(ME, owners_of_gpus, lambda _pid: Identity(ME, "77"))
         assert proof.owns(pid, start, 0.0, pid)
     assert proof.owns(pid, start, 1.0, None)
     assert proof.job("4242") == "77"
     assert proof.owns(pid, start + 1, 1.0, None) is None
 
 
-def test_a_control_group_with_a_sluid_is_the_job_that_slurm_names(rank_identity_gpu_owners: GpuOwners) -> None:
+def test_a_control_group_with_a_sluid_is_the_job_that_slurm_names(owners_of_gpus: GpuOwners) -> None:
     """Since 26.05; while Slurm has not told which it is, the page's claim needs Slurm's word as outside of a group."""
-    proof = Proof(ME, rank_identity_gpu_owners, lambda _pid: Identity(ME, "sEKNKTV3WPV500"))
+    proof = Proof(ME, owners_of_gpus, lambda _pid: Identity(ME, "sEKNKTV3WPV500"))
     proof.owns(os.getpid(), 1, 0.0, os.getpid())
     assert proof.job("4242") == ""
-    rank_identity_gpu_owners.jobs = {"4242": ME}
+    owners_of_gpus.jobs = {"4242": ME}
     assert proof.job("4242") == "4242"
-    rank_identity_gpu_owners.sluids = {"sEKNKTV3WPV500": "77"}
+    owners_of_gpus.sluids = {"sEKNKTV3WPV500": "77"}
     assert proof.job("4242") == "77"
 
 
 def test_a_gpu_is_who_holds_its(
-    rank_identity_run: Path, rank_identity_collector: RanksCollector, rank_identity_gpu_owners: GpuOwners, other: int
+    own_run: Path, identities: RanksCollector, owners_of_gpus: GpuOwners, other: int
 ) -> None:
     """A page's claim stands unless the driver lists only other users' processes, or says that nobody is on the GPU."""
-    reporter(rank_identity_run, gpu=3)
+    reporter(own_run, gpu=3)
     both = {3: (other, os.getpid())}
     for holders, gpu in (({}, 3), ({3: ()}, None), ({3: (other,)}, None), (both, 3)):
-        rank_identity_gpu_owners.holders = holders
-        assert [rank.gpu for rank in ranks(read(rank_identity_collector))] == [gpu]
+        owners_of_gpus.holders = holders
+        assert [rank.gpu for rank in ranks(read(identities))] == [gpu]
 
 
 def test_a_rank_keeps_the_gpu_that_it_had(
-    rank_identity_run: Path, rank_identity_collector: RanksCollector, rank_identity_gpu_owners: GpuOwners, other: int
+    own_run: Path, identities: RanksCollector, owners_of_gpus: GpuOwners, other: int
 ) -> None:
     """The list of the driver empties before a rank that dies is known to be dead; others on the GPU end the claim."""
-    reporter(rank_identity_run, gpu=3)
+    reporter(own_run, gpu=3)
     dead = {3: (1 << 22,)}
     for holders, gpu in (({3: (os.getpid(),)}, 3), (dead, 3), ({3: ()}, 3), ({3: (other,)}, None), ({3: ()}, None)):
-        rank_identity_gpu_owners.holders = holders
-        assert [rank.gpu for rank in ranks(read(rank_identity_collector))] == [gpu]
+        owners_of_gpus.holders = holders
+        assert [rank.gpu for rank in ranks(read(identities))] == [gpu]
 
 
 def test_the_processes_on_a_gpu_are_looked_up_once_for_all_pages() -> None:
@@ -574,25 +568,21 @@ def test_the_processes_on_a_gpu_are_looked_up_once_for_all_pages() -> None:
     assert not gpu_owners.may_hold(0, ME)
 
 
-def test_the_launcher_is_the_users(
-    rank_identity_run: Path, rank_identity_collector: RanksCollector, other: int
-) -> None:
+def test_the_launcher_is_the_users(own_run: Path, identities: RanksCollector, other: int) -> None:
     """A process of another user keeps no run alive."""
-    write_run(rank_identity_run, other)
-    assert [fact.alive for fact in runs(read(rank_identity_collector))] == [False]
+    write_run(own_run, other)
+    assert [fact.alive for fact in runs(read(identities))] == [False]
 
 
 @pytest.mark.parametrize("control", ["{root}/r2/control.sock", "{root}/r1/../r2/control.sock", "/run/x.sock", ""])
-def test_the_control_socket_is_in_the_runs_own_folder(
-    rank_identity_run: Path, rank_identity_collector: RanksCollector, control: str
-) -> None:
+def test_the_control_socket_is_in_the_runs_own_folder(own_run: Path, identities: RanksCollector, control: str) -> None:
     """Any other is as good as none."""
-    write_run(rank_identity_run, os.getpid(), control=control.format(root=rank_identity_run.parent))
-    assert [fact.control for fact in runs(read(rank_identity_collector))] == [""]
+    write_run(own_run, os.getpid(), control=control.format(root=own_run.parent))
+    assert [fact.control for fact in runs(read(identities))] == [""]
 
 
-def test_own_control_sockets_stay(rank_identity_run: Path, rank_identity_collector: RanksCollector) -> None:
+def test_own_control_sockets_stay(own_run: Path, identities: RanksCollector) -> None:
     """The agent asks the launcher there, and knows whose run it is."""
-    write_run(rank_identity_run, os.getpid())
-    (fact,) = runs(read(rank_identity_collector))
-    assert (fact.control, fact.user) == (f"{rank_identity_run}/control.sock", ME)
+    write_run(own_run, os.getpid())
+    (fact,) = runs(read(identities))
+    assert (fact.control, fact.user) == (f"{own_run}/control.sock", ME)

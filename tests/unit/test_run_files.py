@@ -459,9 +459,9 @@ RIGHTS = Rights(ME, frozenset({GROUP}))
 
 
 @pytest.fixture
-def rights_top(tmp_path: Path) -> Path:
+def reachable(tmp_path: Path) -> Path:
     """A folder that everybody reaches."""
-    folder = tmp_path / "rights_top"
+    folder = tmp_path / "reachable"
     folder.mkdir()
     for path in (folder, *folder.parents):
         if path.stat().st_uid == 0 and path != Path("/") and not path.stat().st_mode & 1:
@@ -492,33 +492,33 @@ def opens(path: Path | str, flags: int = os.O_RDONLY, rights: Rights = RIGHTS) -
         (0o604, 0, 0, True), (0o640, OTHER, 0, False), (0o600, 0, 0, False),
     ],
 )  # fmt: skip
-def test_the_mode_decides(rights_top: Path, mode: int, owner: int, group: int, may: bool) -> None:
+def test_the_mode_decides(reachable: Path, mode: int, owner: int, group: int, may: bool) -> None:
     """The first of owner, group and others that applies, as in acl(5)."""
-    assert opens(put(rights_top / "file", mode, owner, group)) is may
-    assert opens(rights_top / "file", rights=Rights(0, frozenset()))
+    assert opens(put(reachable / "file", mode, owner, group)) is may
+    assert opens(reachable / "file", rights=Rights(0, frozenset()))
 
 
 @ONLY_ROOT
-def test_every_folder_on_the_way_has_to_let_the_user_pass(rights_top: Path) -> None:
+def test_every_folder_on_the_way_has_to_let_the_user_pass(reachable: Path) -> None:
     """By whatever path: links, also absolute ones, and dots lead nowhere else."""
-    closed = rights_top / "closed"
+    closed = reachable / "closed"
     closed.mkdir(mode=0o700)
     put(closed / "file", 0o644)
-    (rights_top / "link").symlink_to("closed/file")
-    (rights_top / "absolute").symlink_to(closed / "file")
-    (rights_top / "loop").symlink_to("loop")
-    assert not any(opens(rights_top / name) for name in ("closed/file", "link", "absolute", "loop", "closed/../open"))
-    put(rights_top / "open", 0o644)
+    (reachable / "link").symlink_to("closed/file")
+    (reachable / "absolute").symlink_to(closed / "file")
+    (reachable / "loop").symlink_to("loop")
+    assert not any(opens(reachable / name) for name in ("closed/file", "link", "absolute", "loop", "closed/../open"))
+    put(reachable / "open", 0o644)
     (closed / "out").symlink_to("../open")
     closed.chmod(0o711)
-    assert all(opens(rights_top / name) for name in ("closed/file", "link", "absolute", "closed/out", "closed/../open"))
-    assert not opens(rights_top / "link", os.O_RDONLY | os.O_NOFOLLOW)
+    assert all(opens(reachable / name) for name in ("closed/file", "link", "absolute", "closed/out", "closed/../open"))
+    assert not opens(reachable / "link", os.O_RDONLY | os.O_NOFOLLOW)
 
 
 @ONLY_ROOT
-def test_what_the_agent_has_open_is_no_way_in(rights_top: Path) -> None:
+def test_what_the_agent_has_open_is_no_way_in(reachable: Path) -> None:
     """Links of /proc are read as text."""
-    with put(rights_top / "secret", 0o600).open() as secret:
+    with put(reachable / "secret", 0o600).open() as secret:
         assert not opens(f"/proc/self/fd/{secret.fileno()}")
 
 
@@ -534,9 +534,9 @@ def test_what_the_agent_has_open_is_no_way_in(rights_top: Path) -> None:
         ([(0x02, 4, OTHER), (0x10, 7, 0)], True),
     ],
 )
-def test_access_control_lists_decide(rights_top: Path, entries: list[tuple[int, int, int]], may: bool) -> None:
+def test_access_control_lists_decide(reachable: Path, entries: list[tuple[int, int, int]], may: bool) -> None:
     """A named user, then groups, then others; all but others through the mask."""
-    path = put(rights_top / "file", 0o604)
+    path = put(reachable / "file", 0o604)
     every = sorted([*entries, (0x01, 6, 0xFFFFFFFF), (0x04, 0, 0xFFFFFFFF), (0x20, 4, 0xFFFFFFFF)])
     acl = struct.pack("<I", 2) + b"".join(
         struct.pack("<HHI", tag, bits, who if tag in (0x02, 0x08) else 0xFFFFFFFF) for tag, bits, who in every

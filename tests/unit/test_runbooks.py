@@ -304,7 +304,7 @@ def test_a_spike_after_a_restart_from_a_checkpoint_is_still_one() -> None:
 # What a runbook knows of a run from the launcher on this node.
 
 
-def runbook_runs_seen(state: str, *ranks: int) -> Window:
+def seen_run(state: str, *ranks: int) -> Window:
     fact = RunFact("smol", "4242", "n1", state, 2, 900, True, 16, "/control", "/folder", "/folder/logs")
     window = Window("n1", interval_s=1.0)
     window.begin(100.0, 1000.0)
@@ -317,7 +317,7 @@ def runbook_runs_seen(state: str, *ranks: int) -> Window:
 )
 def test_a_spare_does_not_know_whether_the_run_goes_on(state: str, over: bool | None) -> None:
     """The node that was swapped out sees nothing of the run any more: its trouble is not kept open by that."""
-    assert recovered(runbook_runs_seen(state), "smol", 1) is over
+    assert recovered(seen_run(state), "smol", 1) is over
 
 
 @pytest.mark.parametrize(("user", "named"), [(7, "n9"), (8, None)])
@@ -352,7 +352,7 @@ SECONDS = 400
 """How long the run has trained, a step a second."""
 
 
-def losses_trained(
+def trained_slowly(
     slow_s: int, loss: float, *, job: str = "4242", seconds: int = SECONDS, flops: float = 1.0
 ) -> Tracks:
     """A run that has lost ``loss`` of its tokens per second in the last ``slow_s``; a token costs ``flops`` then."""
@@ -372,15 +372,15 @@ def losses_trained(
 @pytest.mark.parametrize(
     ("view", "estimate", "lasting_s", "says"),
     [
-        (losses_trained(40, 0.12), 0.34, 40.0, "job 4242 loses 12% (4 GPUs, measured)"),
-        (losses_trained(40, 0.12, job=""), 0.34, 40.0, "run smol loses 12% (4 GPUs, measured)"),
-        (losses_trained(40, 0.0), 0.15, 40.0, "job 4242 loses less than 1% (4 GPUs, measured)"),
-        (losses_trained(3, 0.12), 0.34, 3.0, "job 4242 loses 34% (4 GPUs, estimated)"),
-        (losses_trained(40, 0.12, seconds=100), 0.34, 40.0, "job 4242 loses 34% (4 GPUs, estimated)"),
-        (losses_trained(400, 0.12), 0.34, 400.0, "job 4242 loses 34% (4 GPUs, estimated)"),
-        (losses_trained(40, 0.12, flops=1.2), 0.34, 40.0, "job 4242 loses 34% (4 GPUs, estimated)"),
-        (losses_trained(40, 0.12), 0.15, None, "job 4242 loses 12% (4 GPUs, measured)"),
-        (losses_trained(400, 0.12), 0.15, None, "job 4242 loses 15% (4 GPUs, estimated)"),
+        (trained_slowly(40, 0.12), 0.34, 40.0, "job 4242 loses 12% (4 GPUs, measured)"),
+        (trained_slowly(40, 0.12, job=""), 0.34, 40.0, "run smol loses 12% (4 GPUs, measured)"),
+        (trained_slowly(40, 0.0), 0.15, 40.0, "job 4242 loses less than 1% (4 GPUs, measured)"),
+        (trained_slowly(3, 0.12), 0.34, 3.0, "job 4242 loses 34% (4 GPUs, estimated)"),
+        (trained_slowly(40, 0.12, seconds=100), 0.34, 40.0, "job 4242 loses 34% (4 GPUs, estimated)"),
+        (trained_slowly(400, 0.12), 0.34, 400.0, "job 4242 loses 34% (4 GPUs, estimated)"),
+        (trained_slowly(40, 0.12, flops=1.2), 0.34, 40.0, "job 4242 loses 34% (4 GPUs, estimated)"),
+        (trained_slowly(40, 0.12), 0.15, None, "job 4242 loses 12% (4 GPUs, measured)"),
+        (trained_slowly(400, 0.12), 0.15, None, "job 4242 loses 15% (4 GPUs, estimated)"),
     ],
     ids=[
         "measured", "a run without a job", "it costs nothing", "too few steps since", "too short a past", "no past",
@@ -396,11 +396,11 @@ def test_what_is_measured_beats_the_estimate(view: Tracks, estimate: float, last
 
 def test_the_run_is_measured_by_what_was_usual_when_the_fault_began() -> None:
     """Later its past is as slow as its present, and the figure stays; as the run recovers it becomes less."""
-    began = losses_trained(40, 0.2)
+    began = trained_slowly(40, 0.2)
     cost = lost(began, began.ranks[0], 0.34, lasting_s=40.0)
     for view, says in (
-        (losses_trained(400, 0.2), "job 4242 loses 20% (4 GPUs, measured)"),
-        (losses_trained(400, 0.06), "job 4242 loses 6% (4 GPUs, measured)"),
+        (trained_slowly(400, 0.2), "job 4242 loses 20% (4 GPUs, measured)"),
+        (trained_slowly(400, 0.06), "job 4242 loses 6% (4 GPUs, measured)"),
     ):
         cost = followed(cost, lost(view, view.ranks[0], 0.34, lasting_s=400.0))
         assert cost.text == says
@@ -410,7 +410,7 @@ def test_the_run_is_measured_by_what_was_usual_when_the_fault_began() -> None:
 
 def test_an_incident_adds_up_what_is_measured() -> None:
     """The share that is shown is the share that is counted."""
-    began, later = losses_trained(40, 0.2), losses_trained(400, 0.2)
+    began, later = trained_slowly(40, 0.2), trained_slowly(400, 0.2)
     incident = lifecycle.opened(finding(cost=lost(began, began.ranks[0], 0.34, lasting_s=40.0)), 1000.0)
     told = lost(later, later.ranks[0], 0.34, lasting_s=400.0)
     after = lifecycle.merged(incident, finding(cost=told), 1002.0)
@@ -609,7 +609,7 @@ def detect(view: View) -> Iterator[Finding]:
         yield Finding("x", severity, "s", Culprit("gpu"), 1.0, (Evidence("e", "s", view.wall),))
 
 
-def witnesses_remedy(incident: Incident, _view: View) -> Sequence[Action]:
+def remedy_on(incident: Incident, _view: View) -> Sequence[Action]:
     told = Action("notify", "node", reason="told")
     failed = incident.severity is Severity.CRITICAL
     return (Action("set_power_limit", "gpu", {"gpu": 0, "watts": 500}), told) if failed else (told,)
@@ -622,7 +622,7 @@ class Node:
         self.says = {"driver": driver, "exporter": exporter}
         self.limits: list[float] = []
         collectors = [FakeCollector(name, lambda name=name: self._reading(name)) for name in self.says]
-        book = runbook(detect=detect, remedy=witnesses_remedy, needs=(), open_after_s=open_after_s)
+        book = runbook(detect=detect, remedy=remedy_on, needs=(), open_after_s=open_after_s)
         self.agent = Agent(
             folder, collectors, [book], witnesses=["driver"],
             set_power_limit=lambda _gpu, watts: self.limits.append(watts),

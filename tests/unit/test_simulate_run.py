@@ -263,7 +263,7 @@ def test_the_cluster_may_be_a_real_tree() -> None:
 # Simulated hangs, broken links, silent corruption, and outages of storage and of Slurm's controller.
 
 
-def simulate_outages_play(name: str, *faults: SimulatedFault, setup: Setup = SETUP) -> Played:
+def play_outage(name: str, *faults: SimulatedFault, setup: Setup = SETUP) -> Played:
     played = Play(policy(name, setup.nodes, inside=2, least=2), setup).run(faults)
     assert sum(played.buckets.values()) == pytest.approx(setup.seconds)
     assert min(played.buckets.values()) >= -1e-6
@@ -285,7 +285,7 @@ def corruption(node: int, hour: float, unnoticed_h: float) -> SimulatedFault:
 
 def test_a_hang_costs_its_judgement_and_a_restart() -> None:
     """By the launchers' own limit and inquiry; the second on the same node is blamed on the node."""
-    played = simulate_outages_play("hot", simulate_outages_fault(2, 5, "hang"))
+    played = play_outage("hot", simulate_outages_fault(2, 5, "hang"))
     judged_s = hang_judged_s(SETUP.step_s)
     assert judged_s == pytest.approx(29.7), "three steps of 10 s, and a little earlier"
     assert played.buckets["detection"] == pytest.approx(judged_s)
@@ -293,16 +293,16 @@ def test_a_hang_costs_its_judgement_and_a_restart() -> None:
     assert (
         played.swaps,
         played.outages,
-        simulate_outages_play("hot", simulate_outages_fault(2, 5, "hang"), simulate_outages_fault(2, 9, "hang")).swaps,
+        play_outage("hot", simulate_outages_fault(2, 5, "hang"), simulate_outages_fault(2, 9, "hang")).swaps,
     ) == (0, 0, 1)
-    assert simulate_outages_play(
-        "torchrun", simulate_outages_fault(2, 5, "hang")
-    ).longest_standstill_s == pytest.approx(600 + 1.67 + 30)
+    assert play_outage("torchrun", simulate_outages_fault(2, 5, "hang")).longest_standstill_s == pytest.approx(
+        600 + 1.67 + 30
+    )
 
 
 def test_a_broken_link_restarts_the_ranks_and_the_node_stays() -> None:
     """However often: the leader waits three seconds for another cause and blames no node for a lost connection."""
-    played = simulate_outages_play("hot", *(simulate_outages_fault(2, hour, "link") for hour in (5, 6, 7)))
+    played = play_outage("hot", *(simulate_outages_fault(2, hour, "link") for hour in (5, 6, 7)))
     assert (played.swaps, played.requeues, played.outages, played.interruptions) == (0, 0, 0, 3)
     assert played.buckets["detection"] == pytest.approx(3 * (TIMES.noticed_s + 3.0))
     assert played.longest_standstill_s == pytest.approx(3.0 + TIMES.restart_s + 30)
@@ -313,20 +313,20 @@ def test_corruption_costs_all_work_since_the_last_checkpoint_before_it(name: str
     """Two hours and up to one interval, and a person; of a node without ranks nothing."""
     setup = replace(SETUP, keep=100)
     quiet, played = (
-        simulate_outages_play(name, setup=setup),
-        simulate_outages_play(name, corruption(2, 5, 2), setup=setup),
+        play_outage(name, setup=setup),
+        play_outage(name, corruption(2, 5, 2), setup=setup),
     )
     assert 2 * HOUR_S - 30 < played.buckets["lost_work"] < 2 * HOUR_S + 601
     assert played.buckets["person"] == pytest.approx(TIMES.person_s)
     assert (played.resubmissions, played.corruptions_kept, played.outages) == (1, 0, 1)
     assert played.gpu_hours_lost["sdc"] > 2 * 4 * 8
-    spare = simulate_outages_play(name, corruption(5, 5, 2), setup=setup)
+    spare = play_outage(name, corruption(5, 5, 2), setup=setup)
     assert spare.buckets["lost_work"] == 0 == quiet.buckets["lost_work"]
 
 
 def test_corruption_older_than_all_checkpoints_stays() -> None:
     """The run goes back to the oldest of three, two intervals before the newest, and says so."""
-    played = simulate_outages_play("hot", corruption(2, 5, 2))
+    played = play_outage("hot", corruption(2, 5, 2))
     assert 1200 <= played.buckets["lost_work"] < 1801
     assert played.corruptions_kept == 1
 
@@ -335,13 +335,13 @@ def test_corruption_of_a_spare_begins_with_its_ranks() -> None:
     """It replaces a node an hour later; what was saved before that is clean."""
     setup = replace(SETUP, keep=100)
     spare = corruption(4, 5, 3)
-    played = simulate_outages_play("hot", spare, simulate_outages_fault(1, 6, "lost"), setup=setup)
+    played = play_outage("hot", spare, simulate_outages_fault(1, 6, "lost"), setup=setup)
     assert 2 * HOUR_S - 60 < played.buckets["lost_work"] < 2 * HOUR_S + 1200
 
 
 def test_of_two_corruptions_the_second_ends_where_the_first_went_back_to() -> None:
     """The work at 6 h, when it began, is gone since 8 h: all from 5 h to 10 h is lost, but for a person's way."""
-    played = simulate_outages_play("hot", corruption(1, 5, 3), corruption(2, 6, 4), setup=replace(SETUP, keep=100))
+    played = play_outage("hot", corruption(1, 5, 3), corruption(2, 6, 4), setup=replace(SETUP, keep=100))
     assert played.buckets["lost_work"] == pytest.approx(5 * HOUR_S - TIMES.person_s + 0.1 * HOUR_S, abs=0.2 * HOUR_S)
 
 
@@ -358,48 +358,44 @@ def test_steps_are_counted_from_where_a_run_went_back_to() -> None:
 def test_an_outage_of_storage_alone_stops_nothing() -> None:
     """Checkpoints are staged in memory; the one that waits is written when the storage is back."""
     for name in ("hot", "torchrun"):
-        assert simulate_outages_play(name, outage("storage", 5, 1)).buckets == simulate_outages_play(name).buckets
+        assert play_outage(name, outage("storage", 5, 1)).buckets == play_outage(name).buckets
 
 
 def test_no_start_ends_before_the_storage_is_back() -> None:
     """And it begins with the last checkpoint from before the outage, half an hour ago; later ones are safe again."""
-    played = simulate_outages_play("hot", outage("storage", 5, 1), simulate_outages_fault(1, 5.5, "lost"))
+    played = play_outage("hot", outage("storage", 5, 1), simulate_outages_fault(1, 5.5, "lost"))
     assert played.swaps == 1
     assert played.longest_standstill_s == pytest.approx(HOUR_S / 2 + TIMES.program_s)
     assert HOUR_S / 2 - 30 < played.buckets["lost_work"] < HOUR_S / 2 + 601
-    loading = simulate_outages_play(
+    loading = play_outage(
         "hot",
         simulate_outages_fault(1, 5, "lost"),
         SimulatedFault(CLUSTER, 5 * HOUR_S + 10, 6 * HOUR_S, "nfs", "storage"),
     )
     assert loading.longest_standstill_s == pytest.approx(HOUR_S), "the ranks had been started, and could not load"
-    torchrun = simulate_outages_play("torchrun", outage("storage", 5, 1), simulate_outages_fault(1, 5.5, "process"))
+    torchrun = play_outage("torchrun", outage("storage", 5, 1), simulate_outages_fault(1, 5.5, "process"))
     assert torchrun.longest_standstill_s == pytest.approx(HOUR_S / 2)
     assert (
-        0
-        < simulate_outages_play("hot", outage("storage", 5, 1), simulate_outages_fault(1, 7, "lost")).buckets[
-            "lost_work"
-        ]
-        < 601
+        0 < play_outage("hot", outage("storage", 5, 1), simulate_outages_fault(1, 7, "lost")).buckets["lost_work"] < 601
     )
 
 
 def test_outages_that_overlap_end_with_the_last() -> None:
     """And checkpoints are safe again after that."""
     away = [outage("storage", 5, 1), outage("storage", 5.5, 1.5), outage("storage", 5.6, 0.1)]
-    assert simulate_outages_play(
-        "hot", *away, simulate_outages_fault(1, 6.5, "lost")
-    ).longest_standstill_s == pytest.approx(HOUR_S / 2 + 30)
-    assert 0 < simulate_outages_play("hot", *away, simulate_outages_fault(1, 9, "lost")).buckets["lost_work"] < 601
+    assert play_outage("hot", *away, simulate_outages_fault(1, 6.5, "lost")).longest_standstill_s == pytest.approx(
+        HOUR_S / 2 + 30
+    )
+    assert 0 < play_outage("hot", *away, simulate_outages_fault(1, 9, "lost")).buckets["lost_work"] < 601
 
 
 def test_a_planned_swap_waits_for_its_checkpoint_as_long_as_a_stop_may_last() -> None:
     """A minute, or two minutes and then from the last checkpoint."""
     short, long = outage("storage", 5, 1 / 60), outage("storage", 5, 1)
-    waited = simulate_outages_play("hot", short, simulate_outages_fault(1, 5, "degraded"))
+    waited = play_outage("hot", short, simulate_outages_fault(1, 5, "degraded"))
     assert (waited.swaps, waited.buckets["lost_work"]) == (1, 0)
     assert waited.longest_standstill_s < 60 + 60
-    killed = simulate_outages_play("hot", long, simulate_outages_fault(1, 5, "degraded"))
+    killed = play_outage("hot", long, simulate_outages_fault(1, 5, "degraded"))
     assert killed.swaps == 1
     assert killed.buckets["lost_work"] > 0
     assert HOUR_S - 60 < killed.longest_standstill_s < HOUR_S + TIMES.program_s
@@ -408,10 +404,10 @@ def test_a_planned_swap_waits_for_its_checkpoint_as_long_as_a_stop_may_last() ->
 def test_only_what_needs_slurm_waits_for_its_controller() -> None:
     """A swap with a spare inside does not, a requeue and a node from the pool do."""
     away, lost = outage("controller", 5, 1), simulate_outages_fault(1, 5.5, "lost")
-    assert simulate_outages_play("hot", away, lost).buckets == simulate_outages_play("hot", lost).buckets
+    assert play_outage("hot", away, lost).buckets == play_outage("hot", lost).buckets
     for name in ("requeue", "pool", "torchrun"):
-        assert simulate_outages_play(name, away).buckets == simulate_outages_play(name).buckets
-    requeued, fetched = simulate_outages_play("requeue", away, lost), simulate_outages_play("pool", away, lost)
+        assert play_outage(name, away).buckets == play_outage(name).buckets
+    requeued, fetched = play_outage("requeue", away, lost), play_outage("pool", away, lost)
     assert requeued.requeues == 1
     assert requeued.longest_standstill_s == pytest.approx(HOUR_S / 2 + TIMES.change_s + TIMES.program_s)
     assert requeued.buckets["queue"] > HOUR_S / 2 - 10
@@ -505,7 +501,7 @@ def test_the_buckets_sum_to_the_wall_clock_under_all_of_them(name: str, tmp_path
     setup = replace(SETUP, nodes=30, spares=6, seconds=40 * DAY_S)
     drawn = load(rates(tmp_path)).draw(36, setup.seconds, 3)
     assert len({one.effect for one in drawn}) == 6
-    assert 0.3 < simulate_outages_play(name, *drawn, setup=setup).ettr < 1
+    assert 0.3 < play_outage(name, *drawn, setup=setup).ettr < 1
 
 
 def test_a_corruption_says_when_it_is_noticed(tmp_path: Path) -> None:

@@ -392,23 +392,23 @@ PROVED_TOKENS = "shard-00000.tokens"
 
 
 @pytest.fixture
-def spare_proof_source(tmp_path: Path) -> Path:
-    make_corpus(tmp_path / "spare_proof_source", shards=1)
-    return tmp_path / "spare_proof_source"
+def web_source(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "web_source", shards=1)
+    return tmp_path / "web_source"
 
 
 @pytest.fixture
-def url(spare_proof_source: Path) -> Iterator[str]:
+def url(web_source: Path) -> Iterator[str]:
     """The source as a web server of another node has it."""
     pytest.importorskip("aiohttp")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(spare_proof_source)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(web_source)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
 
 
-def spare_proof_digest_of(folder: Path) -> str:
+def shown_digest(folder: Path) -> str:
     return sha256_of(read_corpora(Folder(folder)))
 
 
@@ -419,22 +419,22 @@ def opsd(tmp_path: Path, *arguments: str, **spare: str):
     return CliRunner().invoke(cli, ["spare", "--config", str(config), *arguments])
 
 
-def test_over_plain_http_the_expected_digest_is_needed(tmp_path: Path, spare_proof_source: Path, url: str) -> None:
+def test_over_plain_http_the_expected_digest_is_needed(tmp_path: Path, web_source: Path, url: str) -> None:
     """It is that of the run's own copy; with it the data is taken, without it nothing is asked for."""
     refused = opsd(tmp_path, "stage", source=url)
     assert refused.exit_code == exitcodes.USAGE
     assert "set spare.digest" in refused.output
-    printed = opsd(tmp_path, "digest", str(spare_proof_source)).output.strip()
-    assert printed == spare_proof_digest_of(spare_proof_source)
+    printed = opsd(tmp_path, "digest", str(web_source)).output.strip()
+    assert printed == shown_digest(web_source)
     opsd(tmp_path, "stage", source=url, digest=printed)
-    assert (tmp_path / "nvme" / PROVED_TOKENS).read_bytes() == (spare_proof_source / PROVED_TOKENS).read_bytes()
+    assert (tmp_path / "nvme" / PROVED_TOKENS).read_bytes() == (web_source / PROVED_TOKENS).read_bytes()
 
 
-def test_another_index_than_the_runs_is_refused(tmp_path: Path, spare_proof_source: Path, url: str) -> None:
+def test_another_index_than_the_runs_is_refused(tmp_path: Path, web_source: Path, url: str) -> None:
     """Another server answers, with other data and an index that fits it."""
-    expected = spare_proof_digest_of(spare_proof_source)
-    shutil.rmtree(spare_proof_source)
-    make_corpus(spare_proof_source, shards=1, seed=1)
+    expected = shown_digest(web_source)
+    shutil.rmtree(web_source)
+    make_corpus(web_source, shards=1, seed=1)
     refused = opsd(tmp_path, "stage", source=url, digest=expected)
     assert refused.exit_code == exitcodes.FAILED
     assert "are not those of spare.digest" in refused.output
@@ -453,9 +453,9 @@ class Weak(Folder):
         (root / PROVED_TOKENS).write_bytes(false)
 
 
-def test_each_file_is_compared_by_a_hash_that_cannot_be_aimed_at(tmp_path: Path, spare_proof_source: Path) -> None:
+def test_each_file_is_compared_by_a_hash_that_cannot_be_aimed_at(tmp_path: Path, web_source: Path) -> None:
     """The fast checksum of the shards is against damage and not against people."""
-    storage: Storage = Weak(spare_proof_source)
+    storage: Storage = Weak(web_source)
     corpora = read_corpora(storage)
     stage(storage, corpora, tmp_path / "believed", PROVED_WORK)
     with pytest.raises(StageError, match="does not match its checksum"):
@@ -463,35 +463,35 @@ def test_each_file_is_compared_by_a_hash_that_cannot_be_aimed_at(tmp_path: Path,
     assert not (tmp_path / "nvme" / PROVED_TOKENS).exists()
 
 
-def test_an_index_without_such_hashes_is_of_no_use(spare_proof_source: Path) -> None:
+def test_an_index_without_such_hashes_is_of_no_use(web_source: Path) -> None:
     """Earlier releases made it."""
-    index = json.loads((spare_proof_source / "index.json").read_text())
+    index = json.loads((web_source / "index.json").read_text())
     del index["shards"][0]["token_file"]["sha256"]
-    (spare_proof_source / "index.json").write_text(json.dumps(index))
-    corpora = read_corpora(Folder(spare_proof_source))
+    (web_source / "index.json").write_text(json.dumps(index))
+    corpora = read_corpora(Folder(web_source))
     with pytest.raises(StorageError, match=f"no SHA-256 of {PROVED_TOKENS}; make the shards again"):
         proven(corpora, sha256_of(corpora))
 
 
-def test_folders_do_not_lead_elsewhere(spare_proof_source: Path) -> None:
+def test_folders_do_not_lead_elsewhere(web_source: Path) -> None:
     """A server may list a folder called "..", which would lead out of the folder on this node."""
 
     class Rising(Folder):
         def folders(self) -> list[str]:
             return ["..", ".hidden", "web"]
 
-    make_corpus(spare_proof_source / "inner/web", shards=1)
-    assert [corpus.folder for corpus in read_corpora(Rising(spare_proof_source / "inner"))] == ["web"]
+    make_corpus(web_source / "inner/web", shards=1)
+    assert [corpus.folder for corpus in read_corpora(Rising(web_source / "inner"))] == ["web"]
 
 
 @pytest.mark.parametrize(
-    ("spare_proof_source", "needed"),
+    ("web_source", "needed"),
     [
         ("http://node-17:8000", True), ("HTTP://node-17", True), ("simplecache::http://node-17", True),
         ("ftp://host/x", True), ("https://node-17", False), ("sftp://host/x", False), ("s3://bucket/x", False),
         ("/shared/http:/x", False),
     ],
 )  # fmt: skip
-def test_which_sources_need_proof(spare_proof_source: str, needed: bool) -> None:
+def test_which_sources_need_proof(web_source: str, needed: bool) -> None:
     """Those that neither encrypt nor say who answers."""
-    assert needs_proof(spare_proof_source) == needed
+    assert needs_proof(web_source) == needed

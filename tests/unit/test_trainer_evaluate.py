@@ -255,8 +255,8 @@ ITEMS, RECORDED = lines("items.jsonl"), lines("recorded.jsonl")
 
 
 @pytest.fixture(scope="module")
-def trainer_judge_model() -> Model:
-    folder = FOLDER / "trainer_judge_model"
+def judged_model() -> Model:
+    folder = FOLDER / "model"
     decoder = Decoder(settings_of(config_in(folder)))
     fill(decoder, folder)
     return Model(decoder, load_tokenizer(folder / TOKENIZER), LENGTH, Framing("</s>", ("<s>",)))
@@ -267,12 +267,12 @@ def item_of(line: Mapping[str, Any]) -> Item:
 
 
 @pytest.mark.parametrize("task", ITEMS)
-def test_each_item_has_the_scores_of_the_harness(trainer_judge_model: Model, task: str) -> None:
+def test_each_item_has_the_scores_of_the_harness(judged_model: Model, task: str) -> None:
     """Likelihoods to 1e-4, and which choice wins by itself, per character and per byte, in ten kinds of tasks.
 
     Among them are contexts longer than a sequence, white space at the end of a context, and cuts within words.
     """
-    ours = scored(trainer_judge_model, map(item_of, ITEMS[task]))
+    ours = scored(judged_model, map(item_of, ITEMS[task]))
     for score, theirs in zip(ours, RECORDED[task], strict=True):
         expected = torch.tensor(theirs["log_likelihoods"])
         torch.testing.assert_close(torch.tensor(score.log_likelihoods), expected, rtol=1e-5, atol=1e-4)

@@ -353,7 +353,7 @@ def test_chunks_compute_what_tokens_define(delta: bool, length: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def trainer_recurrent_drawn(settings: ModelSettings) -> Decoder:
+def drawn_states(settings: ModelSettings) -> Decoder:
     model = Decoder(settings)
     initialise(model, 1)
     return model
@@ -399,7 +399,7 @@ def test_layers_are_those_of_transformers() -> None:
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5))
 def test_documents_are_apart(lengths: list[int]) -> None:
     """In a sequence of several documents each has the logits that it has alone: states and convolutions begin anew."""
-    model = trainer_recurrent_drawn(SHAPE)
+    model = drawn_states(SHAPE)
     tokens = torch.randint(0, 50, (1, sum(lengths)))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     with torch.no_grad():
@@ -412,7 +412,7 @@ def test_documents_are_apart(lengths: list[int]) -> None:
 def test_without_a_document_mask_states_go_on() -> None:
     """What comes before the document matters then."""
     tokens, documents = torch.randint(0, 50, (1, 20)), torch.tensor([[0] * 10 + [1] * 10])
-    model = trainer_recurrent_drawn(SHAPE.model_copy(update={"document_mask": False}))
+    model = drawn_states(SHAPE.model_copy(update={"document_mask": False}))
     with torch.no_grad():
         together, whole = model(tokens, documents), model(tokens, torch.zeros_like(documents))
     assert torch.equal(together, whole)
@@ -425,7 +425,7 @@ def test_every_parameter_counts_and_learns(changes: dict[str, Any]) -> None:
     """The prediction of preflight is the number of parameters, all of which have gradients."""
     shape = SHAPE.model_copy(update=changes)
     assert parameters(shape) == count_parameters(shape)
-    model = trainer_recurrent_drawn(shape)
+    model = drawn_states(shape)
     tokens = torch.randint(0, 50, (2, 12))
     model(tokens, torch.zeros(2, 12, dtype=torch.int32), tokens).sum().backward()
     assert all(value.grad is not None and value.grad.any() for value in model.parameters())
@@ -450,7 +450,7 @@ def test_states_cost_no_more_in_longer_sequences() -> None:
 
 def test_rates_and_steps_are_drawn() -> None:
     """Rates of decay are between 1 and 16, steps between 0.001 and 0.1."""
-    model = trainer_recurrent_drawn(SHAPE.model_copy(update={"state_heads": 64}))
+    model = drawn_states(SHAPE.model_copy(update={"state_heads": 64}))
     for name, value in model.named_parameters():
         if name.endswith("log_rate"):
             assert 1 <= value.exp().min() < 4 < 12 < value.exp().max() <= 16

@@ -114,7 +114,7 @@ MUON = ModelSettings(
 )
 
 
-def trainer_muon_make(**settings: object) -> tuple[Decoder, Optimizer]:
+def muon_of(**settings: object) -> tuple[Decoder, Optimizer]:
     torch.manual_seed(0)
     model = Decoder(MUON)
     return model, Optimizer(model, OptimizerSettings(lr=0.1, kind="muon", **settings))
@@ -168,7 +168,7 @@ def test_it_is_torchs_muon() -> None:
 
 def test_layers_by_muon_and_the_rest_by_adamw() -> None:
     """Matrices of layers move by the size of AdamW's updates; embeddings and norms exactly as AdamW moves them."""
-    model, optimizer = trainer_muon_make(weight_decay=0.0, clip=1e9)
+    model, optimizer = muon_of(weight_decay=0.0, clip=1e9)
     before = values_of(model)
     draw_gradients(model, 1)
     optimizer.update(0.1, math.sqrt(optimizer.take_gradients().item()))
@@ -196,7 +196,7 @@ def test_each_expert_is_a_matrix_of_its_own() -> None:
     """An expert with greater gradients does not change the updates of the others."""
     found = []
     for factor in (1.0, 100.0):
-        model, optimizer = trainer_muon_make(clip=1e9)
+        model, optimizer = muon_of(clip=1e9)
         draw_gradients(model, 1)
         weight = model.blocks["1"].ffn.experts.networks.up.weight
         weight.grad[2] *= factor
@@ -207,7 +207,7 @@ def test_each_expert_is_a_matrix_of_its_own() -> None:
 
 def test_decay_of_embeddings_is_their_own() -> None:
     """With zero gradients only weight decay moves a parameter."""
-    model, optimizer = trainer_muon_make(weight_decay=0.5, embedding_decay=0.2)
+    model, optimizer = muon_of(weight_decay=0.5, embedding_decay=0.2)
     before = values_of(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -49,7 +49,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(shards: Path, ranks: int, source: str, *overrides: str) -> dict[str, Any]:
-    """See ``tests.fakes.step_counts``; in a process of its own, since it replaces methods of tensors."""
+    """See ``tests.fakes.live_memory``; in a process of its own, since it replaces methods of tensors."""
     words = [sys.executable, "-m", "tests.fakes.live_memory", str(ranks), source, f"data.shards={shards}", *overrides]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -82,7 +82,7 @@ USERS = (3001, 3002)
 
 
 @pytest.fixture
-def nvml_mig_pids() -> Iterator[list[int]]:
+def pids_of() -> Iterator[list[int]]:
     """A process of each of two users, in the jobs 71 and 72."""
     if os.geteuid() != 0:
         pytest.skip("only root starts processes of several users")
@@ -143,11 +143,11 @@ def test_the_use_of_a_gpu_with_mig_is_unknown(gpus: SimulatedGpus, process: Driv
 
 
 def test_each_xid_of_an_instance_names_its_job(
-    gpus: SimulatedGpus, process: DriverProcess, library: str, nvml_mig_pids: list[int]
+    gpus: SimulatedGpus, process: DriverProcess, library: str, pids_of: list[int]
 ) -> None:
     """Two users share a GPU: the one whose instance failed has the incident, the other is only mentioned."""
     gpus[3].partition(["3g.40gb", "3g.40gb", "1g.10gb"])
-    gpus[3].set_processes([(nvml_mig_pids[0], GIB, 1), (nvml_mig_pids[1], GIB, 2)])
+    gpus[3].set_processes([(pids_of[0], GIB, 1), (pids_of[1], GIB, 2)])
     shared = process.Holders(library)
     gpu_owners = GpuOwners()
     gpu_owners.jobs = dict(zip(("71", "72"), USERS, strict=True))
