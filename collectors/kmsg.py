@@ -19,16 +19,20 @@ from pydantic import Field
 from opsd.collectors.base import Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.clock import boot_id
 from opsd.collectors.lib.gpu_owners import GpuOwners
-from opsd.collectors.lib.kernel.log import (
+from opsd.collectors.lib.kernel.messages import (
     KERNEL,
+    KINDS,
     MESSAGE_CHARS,
     Device,
     KernelLog,
     KernelLogDevice,
     LogRecord,
     Position,
+    Trouble,
+    by_firewall,
+    parse_oom_victim,
+    parse_trouble,
 )
-from opsd.collectors.lib.kernel.messages import KINDS, Trouble, by_firewall, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
 from opsd.collectors.lib.pci import ADDRESS, bus_id

@@ -31,13 +31,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from opsd import pip_install
 from opsd.trainer.attention import FAST_KERNELS, LatentAttention
 from opsd.trainer.config import Config, ConfigError
+from opsd.trainer.counts import stage_ranges
 from opsd.trainer.experts import GroupedLinear, Networks
 from opsd.trainer.loss import linear_loss, part_loss
 from opsd.trainer.model import Block, Decoder
 from opsd.trainer.recurrent import Mamba, Recurrent
 from opsd.trainer.regions import initialise
 from opsd.trainer.settings import ParallelSettings
-from opsd.trainer.stages import stage_ranges
 from opsd.trainer.world import World
 
 _KEPT = {

@@ -22,8 +22,7 @@ from opsd.collectors.lib.gpu_owners import GpuOwners, Proof
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.processes import process_letter, user_of
 from opsd.collectors.lib.rank_series import data_mixture, evaluations
-from opsd.collectors.lib.rights import Rights, Tail, read_small
-from opsd.collectors.lib.run_files import parse_event, parse_run
+from opsd.collectors.lib.run_files import Rights, Tail, parse_event, parse_run, read_small
 from opsd.collectors.lib.shares import Allowance
 from opsd.inodes import open_folder
 from opsd.rank_page import PHASES, PageError, RankPage, page_writer, read_page

@@ -25,12 +25,23 @@ from statistics import fmean
 from typing import Any, Final, Literal
 
 from opsd import durable, exitcodes, trainer
-from opsd.ablate.cost import Cost, cost_of, sum_of
-from opsd.ablate.study import BASELINE, LOSS, PLACES, Arm, Study, StudyError, digest_of, identity_of
+from opsd.ablate.study import (
+    BASELINE,
+    LOSS,
+    PLACES,
+    Arm,
+    Cost,
+    Study,
+    StudyError,
+    cost_of,
+    digest_of,
+    identity_of,
+    sum_of,
+)
 from opsd.checkpoints import claims
 from opsd.config import literal
 from opsd.ledger import beside
-from opsd.ledger.records import EVENTS, METRICS, STEPS, LedgerError, RunRecords, read_lines, read_records
+from opsd.ledger.ledger import EVENTS, METRICS, STEPS, LedgerError, RunRecords, read_lines, read_records
 from opsd.trainer.config import Config
 from opsd.words import first_line, plural, printable
 

@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from opsd import durable
 from opsd.ablate.cells import ORIGIN, Found, cell_dict, cost_of_all, metric_of, read_origin, to_toml
-from opsd.ablate.cost import Cost
-from opsd.ablate.study import BASELINE, LOSS, Study, StudyError, changes, facts_of
+from opsd.ablate.study import BASELINE, LOSS, Cost, Study, StudyError, changes, facts_of
 from opsd.ablate.verdict import Verdict, judge, paired_spread, seeds_needed
-from opsd.ledger.records import PLAN, read_lines, read_plan
+from opsd.ledger.ledger import PLAN, read_lines, read_plan
 from opsd.plan.forecast import BadPlan, Planned
 from opsd.trainer.config import ConfigError, complete, read
 

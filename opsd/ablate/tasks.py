@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from opsd.ablate.cells import EVALUATIONS, LARGEST, Found
 from opsd.ablate.study import BASELINE, StudyError, is_higher_better
 from opsd.ablate.verdict import Floats, t_limit
-from opsd.ledger.records import open_run_file, read_lines
+from opsd.ledger.ledger import open_run_file, read_lines
 
 
 @dataclass(frozen=True)

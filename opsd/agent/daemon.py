@@ -185,7 +185,7 @@ def _drainer(settings: Settings) -> Drainer:
     drain = SlurmDrainer(slurm, settings.agent.node, settings.policy, updates)
     if settings.policy.repair == "observe":
         return drain
-    from opsd.repair.order import Ordering  # most agents order nothing
+    from opsd.repair.case_file import Ordering  # most agents order nothing
 
     return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
 

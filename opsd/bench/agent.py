@@ -26,7 +26,7 @@ from opsd.bench import memory_folder
 from opsd.client import Reporter, process_start
 from opsd.ports import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
-from opsd.stack.node import Port
+from opsd.stack.world import Port
 
 GPUS = PORTS = RANKS = 8
 STEP_S = 0.25

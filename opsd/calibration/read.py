@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
-from opsd.ledger.records import EVENTS, METRICS
+from opsd.ledger.ledger import EVENTS, METRICS
 from opsd.plan.forecast import Habits
 from opsd.plan.hardware import Figure, Hardware, is_kind
 from opsd.plan.layout import Layout
+from opsd.plan.search import step_time
 from opsd.plan.source import read
-from opsd.plan.step_time import step_time
 from opsd.preflight.base import Verdict
 from opsd.preflight.command import HISTORY
 from opsd.preflight.fleet import newest_by_node

@@ -27,8 +27,7 @@ from opsd.ablate.cells import (
     others_in,
     tell_main_run,
 )
-from opsd.ablate.cost import cost_line
-from opsd.ablate.study import BASELINE, Study, StudyError, read_study
+from opsd.ablate.study import BASELINE, Study, StudyError, cost_line, read_study
 from opsd.collectors.lib.processes import start_time
 from opsd.commands.options import Finite, Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written

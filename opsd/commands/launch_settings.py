@@ -33,7 +33,7 @@ from opsd.launch.run.companions import Beside
 from opsd.launch.run.launchers import Launchers, NodeCount, RendezvousOptions
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import known_at_start
-from opsd.ledger.records import PLAN
+from opsd.ledger.ledger import PLAN
 from opsd.plan.hardware import kind_of
 from opsd.rundir import valid_name
 from opsd.slurm import topology_source

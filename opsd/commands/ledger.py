@@ -11,8 +11,7 @@ from opsd import exitcodes
 from opsd.commands.options import option
 from opsd.commands.output import fail, output_console
 from opsd.commands.report import find_folder
-from opsd.ledger.ledger import Ledger, read_ledger
-from opsd.ledger.records import LedgerError
+from opsd.ledger.ledger import Ledger, LedgerError, read_ledger
 from opsd.report.text import LEAST_S
 from opsd.words import plural
 

@@ -19,7 +19,7 @@ from opsd.commands.output import fail, written
 from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.files import write_text
-from opsd.ledger.records import PLAN
+from opsd.ledger.ledger import PLAN
 from opsd.plan.hardware import GPUS, Figure
 from opsd.rundir import default_root
 

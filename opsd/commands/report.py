@@ -12,7 +12,7 @@ from opsd import exitcodes
 from opsd.commands.options import option
 from opsd.commands.output import fail, written
 from opsd.commands.settings import load
-from opsd.ledger.records import EVENTS
+from opsd.ledger.ledger import EVENTS
 from opsd.report.page import report_page
 from opsd.report.run import PAGE, NoReport, Price, RunReport, read_run
 from opsd.report.text import text_report

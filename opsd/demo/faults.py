@@ -12,7 +12,7 @@ from typing import Any
 from opsd.checkpoints import manifest
 from opsd.demo.scene import RunSnapshot
 from opsd.rank_page import RankPage
-from opsd.simulated.gpu import SimulatedGpu
+from opsd.simulated.gpus import SimulatedGpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from opsd import durable
-from opsd.ledger.records import Opener, open_run_file, read_lines
+from opsd.ledger.ledger import Opener, open_run_file, read_lines
 from opsd.words import plural
 
 ABLATIONS: Final = "ablations.jsonl"

@@ -16,12 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opsd.collectors.lib.rights import Rights, open_as
+from opsd.collectors.lib.run_files import Rights, open_as
 from opsd.files import open_regular
 from opsd.ledger import beside
 from opsd.ledger.beside import Ablation, DataRun
-from opsd.ledger.ledger import earlier_tokens, make_ledger, trained_tokens
-from opsd.ledger.records import LedgerError, Opener, gpus_of, lost_nodes, read_places, read_plan, read_records
+from opsd.ledger.ledger import (
+    LedgerError,
+    Opener,
+    earlier_tokens,
+    gpus_of,
+    lost_nodes,
+    make_ledger,
+    read_places,
+    read_plan,
+    read_records,
+    trained_tokens,
+)
 
 _MOST_BESIDE = 1000
 

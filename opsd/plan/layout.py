@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 
 from opsd.trainer import counts
 from opsd.trainer.config import Config
+from opsd.trainer.counts import stage_ranges
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.settings import ParallelSettings, Schedule
-from opsd.trainer.stages import stage_ranges
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")

@@ -11,9 +11,8 @@ from opsd.plan.forecast import DAY_S, Habits, Planned, Reliability, reliability
 from opsd.plan.hardware import Figure, Hardware
 from opsd.plan.layout import RECOMPUTE, Layout, Recompute, problem
 from opsd.plan.memory import GIB, memory_of, state_values
-from opsd.plan.search import Candidate, CannotPlan, Point, Search, curve, fastest, peak, search
+from opsd.plan.search import Candidate, CannotPlan, Point, Search, curve, fastest, peak, search, step_time
 from opsd.plan.source import SOURCES, Suggestion, suggest
-from opsd.plan.step_time import step_time
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 

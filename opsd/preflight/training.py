@@ -17,8 +17,8 @@ from opsd.plan.hardware import GPUS, Figure, Hardware, hardware_of
 from opsd.plan.layout import Layout, problem
 from opsd.plan.memory import memory_of
 from opsd.plan.plan import ALLOWANCE, checkpoint_bytes
+from opsd.plan.search import step_time
 from opsd.plan.source import tokens_of
-from opsd.plan.step_time import step_time
 from opsd.preflight.base import Context, CouldNotRunError, Demand, NotApplicableError
 from opsd.preflight.engine import NO_RUN, count_gpus
 from opsd.trainer.counts import parameters

@@ -7,9 +7,8 @@ from opsd.preflight.base import Verdict
 from opsd.preflight.checks import leftovers
 from opsd.preflight.command import Drain
 from opsd.preflight.report import Report, Result
-from opsd.repair.case_file import CaseFile
-from opsd.repair.faults import curable
-from opsd.repair.order import Ordering
+from opsd.repair.case_file import CaseFile, Ordering
+from opsd.repair.retest import curable
 
 
 def ordering(report: Report, settings: Settings, drain: Drain) -> Drain:

@@ -11,10 +11,9 @@ from typing import Final
 
 from opsd.repair import repair_plan
 from opsd.repair.case_file import CaseFile, Refusal
-from opsd.repair.faults import FAULTS, begin_at
 from opsd.repair.machine import Machine, RemedyError
 from opsd.repair.repair_plan import Case, End, Facts, Hold, Remedy, Step
-from opsd.repair.retest import Retested
+from opsd.repair.retest import FAULTS, Retested, begin_at
 from opsd.settings.policy import PolicySettings
 from opsd.settings.sections import RepairSettings
 from opsd.slurm import drain, node_comment, ownership

@@ -1,4 +1,6 @@
-"""Repairs on disk, below ``<state folder>/repair``: the order for one, the one under way, those that have ended.
+"""The file of a repair's case, and the order that begins one.
+
+Repairs on disk, below ``<state folder>/repair``: the order for one, the one under way, those that have ended.
 
 They are what is left of a repair after a reboot: each attempt is durable before it begins.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,6 +21,7 @@ from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST, read_record
 from opsd.durable import make_folder, sync_folder
 from opsd.files import write_text
 from opsd.repair.repair_plan import Case
+from opsd.slurm.port import SlurmUnavailable
 
 KEPT = 100
 """Ended repairs that are kept."""
@@ -154,3 +157,33 @@ class CaseFile:
             raise CaseError(
                 f"{self.folder} cannot be written: {error.strerror}; without a record nothing more is done"
             ) from error
+
+
+# How agent and preflight have their node repaired: by a file, for which ``opsd-repair.path`` waits.
+#
+# The agent has neither the rights nor the memory for a repair, and nothing to do for it between drain and return.
+
+
+class Ordering:
+    """Drains with ``drain``, then orders the repair if ``acting``, and says else that there could be one."""
+
+    def __init__(self, drain: Callable[[str, str], str], state_dir: Path, *, acting: bool) -> None:
+        self._drain, self._file, self._acting = drain, CaseFile(state_dir), acting
+
+    def __call__(self, node: str, reason: str) -> str:
+        """See ``opsd.agent.actions.Drainer``. A drain that waits for Slurm is ordered a repair, too."""
+        try:
+            done = self._drain(node, reason)
+        except SlurmUnavailable:
+            self._order()
+            raise
+        return f"{done}; {self._order()}"
+
+    def _order(self) -> str:
+        if not self._acting:
+            return "`opsd repair --act` on it would repair it (policy.repair is recommend)"
+        try:
+            self._file.order()
+        except CaseError as error:
+            return f"its repair was not ordered: {error}"
+        return "its repair is ordered"

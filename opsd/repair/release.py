@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opsd.collectors.lib.gpu_owners import ENVIRONMENT_BYTES
-from opsd.collectors.lib.rights import Rights, read_small
+from opsd.collectors.lib.run_files import Rights, read_small
 from opsd.control import ControlError, ask_launcher
 from opsd.inodes import open_folder
 from opsd.slurm.port import Job, Slurm, SlurmError

@@ -16,8 +16,20 @@ from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
 from opsd.ledger import beside
 from opsd.ledger.beside import Ablation, DataRun, ablations_line, data_line
-from opsd.ledger.ledger import Ledger, earlier_tokens, make_ledger, repeated_steps, trained_tokens
-from opsd.ledger.records import PLAN, LedgerError, lost_nodes, open_run_file, read_lines, read_plan, read_records
+from opsd.ledger.ledger import (
+    PLAN,
+    Ledger,
+    LedgerError,
+    earlier_tokens,
+    lost_nodes,
+    make_ledger,
+    open_run_file,
+    read_lines,
+    read_plan,
+    read_records,
+    repeated_steps,
+    trained_tokens,
+)
 from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
 
 FILE: Final = "experts.jsonl"

@@ -8,9 +8,8 @@ from statistics import fmean
 from typing import Final
 
 from opsd.ablate.cells import Found, cost_of_all
-from opsd.ablate.cost import Cost, cost_line
 from opsd.ablate.report import Compared, Report
-from opsd.ablate.study import BASELINE
+from opsd.ablate.study import BASELINE, Cost, cost_line
 from opsd.agent.web.html import Html, card, facts, h, join, nothing, pill, sparkline, stacked_table
 from opsd.charts import Axis, Effect, Point, Series, forest_plot, line_chart
 from opsd.report.page import chart_card, page

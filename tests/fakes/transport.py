@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.io.addresses import lookup
-from opsd.launch.io.handshake import Identity
+from opsd.launch.io.handshake import Identity, lookup
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.transport import Transport

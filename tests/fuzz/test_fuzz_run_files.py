@@ -24,7 +24,7 @@ from opsd.collectors.base import Reading
 from opsd.collectors.lib.run_files import EVENTS
 from opsd.collectors.ranks import RanksCollector
 from opsd.ledger.for_user import records_for_user
-from opsd.ledger.records import LedgerError
+from opsd.ledger.ledger import LedgerError
 from opsd.plan.forecast import BadPlan, Planned, Progress, brief, forecast, told
 from opsd.report.page import report_page
 from opsd.report.run import NoReport, Price, read_run

@@ -22,7 +22,7 @@ from opsd.client import Reporter, process_start
 from opsd.commands.metrics import catalogue
 from opsd.simulated.gpus import SimulatedGpus
 from opsd.slurm.deferred import DeferredUpdates
-from opsd.stack.node import Port
+from opsd.stack.world import Port
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
 from tests.fakes.schemas import Description

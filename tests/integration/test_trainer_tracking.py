@@ -15,7 +15,7 @@ import pytest
 from trainer_world import Run, make_small_corpus
 
 from opsd.client import events_path
-from opsd.ledger.records import read_places
+from opsd.ledger.ledger import read_places
 from opsd.trainer.config import Config, ConfigError, load
 from opsd.trainer.settings import TrackingSettings
 from opsd.trainer.tracking import demand_installed, numbers, shape, without_secrets

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.preflight.view import openmetrics
-from opsd.stack.node import GPUS, StackNode
-from opsd.stack.world import Stack
+from opsd.stack.world import GPUS, Stack, StackNode
 from tests.fakes.preflight import CLOCK, DISK, GEMM, report
 
 SILENT: Final = "node-21"

@@ -13,8 +13,7 @@ from PIL import Image
 from opsd.agent.web.app import App
 from opsd.agent.web.fleet import Answer, Fleet, NodeSummary
 from opsd.slurm.port import Node
-from opsd.stack.node import JOB
-from opsd.stack.world import eventually, get
+from opsd.stack.world import JOB, eventually, get
 from tests.fakes.slurm import FakeSlurm
 from tests.pictures.browser import PictureError, Scheme, take
 from tests.unit.test_page import gpu, rank, run, samples, snapshot

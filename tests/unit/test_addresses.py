@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from opsd.launch.io.addresses import FRESH_S, RETRY_S, AddressBook
+from opsd.launch.io.handshake import FRESH_S, RETRY_S, AddressBook
 from opsd.simulate.cluster import VirtualLoop
 
 

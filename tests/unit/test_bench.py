@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 
 from opsd.bench import BenchError
 from opsd.bench.data import _alone, _growing, _ours
-from opsd.bench.detect import PREDICTIONS, false_alarms, fetched_sets, highest_rate, interval, score, shares
-from opsd.bench.outside import FOLDER
-from opsd.bench.outside.fetched import BATCHES, DUMPS
-from opsd.bench.timelines import FAULTS, timeline
+from opsd.bench.detect import (
+    FAULTS,
+    PREDICTIONS,
+    false_alarms,
+    fetched_sets,
+    highest_rate,
+    interval,
+    score,
+    shares,
+    timeline,
+)
+from opsd.bench.outside import BATCHES, DUMPS, FOLDER
 from opsd.bench.wording import REASONS, run
 from opsd.commands.bench import bench
 from opsd.runbooks import RUNBOOKS

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.bench.outside.flight_recorder import CULPRITS
+from opsd.bench.outside import CULPRITS
 from opsd.collectors.lib.nccl import desync
 from opsd.collectors.lib.nccl.desync import Desync, Dump, DumpError, judge, parse_dump, read_dumps, shortened
 from opsd.collectors.lib.sandbox import SMALL

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.election import Election, ElectionView
-from opsd.launch.claims.followers import FollowerTracker
 from opsd.launch.claims.messages import (
     MESSAGES,
     Body,
@@ -27,7 +26,7 @@ from opsd.launch.claims.messages import (
     Seek,
     SeekReply,
 )
-from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Quorum, quorum
+from opsd.launch.claims.peers import MOST_PATIENCE, FollowerTracker, Inbox, Outbox, Peer, Quorum, quorum
 from opsd.launch.io.protocol import Codec, Member
 from opsd.launch.run.nodes import RunShape
 from tests.fakes.group import FakeClaimStore, FaultInjection, Launcher, Run, World

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.window import Window
-from opsd.bench.outside import FOLDER
-from opsd.bench.outside.kernel_lines import INCIDENTS, REPEATED, expected, lines
+from opsd.bench.outside import FOLDER, INCIDENTS, REPEATED, expected, lines
 from opsd.collectors.kmsg import parse_message
 from opsd.collectors.lib.kernel.messages import KINDS, RULES, Trouble, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import Xid

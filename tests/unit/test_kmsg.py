@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.kmsg import KmsgCollector
 from opsd.collectors.lib.gpu_owners import GpuOwners
-from opsd.collectors.lib.kernel.log import KernelLog, KernelLogDevice, parse_record
+from opsd.collectors.lib.kernel.messages import KernelLog, KernelLogDevice, parse_record
 from opsd.collectors.lib.kernel.xid import COUNTED
 from tests.fakes.kmsg import FALLEN, GPU, XID_31, XID_79, Node, RingLog, codes, read, values
 

@@ -16,8 +16,8 @@ import pytest
 
 from opsd import exitcodes
 from opsd.launch.claims.messages import Begun
-from opsd.launch.io.addresses import host_is_up
 from opsd.launch.io.console import Console
+from opsd.launch.io.handshake import host_is_up
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.settings import Program, Settings

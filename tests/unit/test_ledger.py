@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.commands.ledger import ledger as ledger_command
 from opsd.ledger.for_user import NAMES, curves, records_for_user
-from opsd.ledger.ledger import BUCKETS, Ledger, make_ledger, read_ledger
-from opsd.ledger.records import LedgerError
+from opsd.ledger.ledger import BUCKETS, Ledger, LedgerError, make_ledger, read_ledger
 
 # The ledger: every second of a run in exactly one bucket, and the right one.
 

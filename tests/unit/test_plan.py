@@ -24,9 +24,8 @@ from opsd.plan.hardware import FITTED, hardware_of
 from opsd.plan.layout import Layout, in_flight, problem, schedules, stages_of
 from opsd.plan.memory import half_bytes, kept_bytes, memory_of, state_products
 from opsd.plan.plan import plan_for_days
-from opsd.plan.search import curve, peak, search
+from opsd.plan.search import curve, peak, search, step_time
 from opsd.plan.source import tokens_of, with_settings
-from opsd.plan.step_time import step_time
 from opsd.trainer import counts
 from opsd.trainer.config import PRESETS, Config, load
 from opsd.trainer.counts import flops_per_token

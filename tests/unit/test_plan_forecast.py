@@ -22,8 +22,8 @@ from opsd.commands.launch_settings import plan_command
 from opsd.commands.main import cli
 from opsd.commands.report import report
 from opsd.launch.ranks.settings import Program
+from opsd.ledger.ledger import PLAN as FILE
 from opsd.ledger.ledger import earlier_tokens
-from opsd.ledger.records import PLAN as FILE
 from opsd.plan.forecast import HABITS, BadPlan, Forecast, Planned, Progress, forecast, spares_for, told
 from opsd.plan.hardware import hardware_of
 from opsd.preflight.base import Verdict

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.kernel.log import KERNEL, LogRecord
+from opsd.collectors.lib.kernel.messages import KERNEL, LogRecord
 from opsd.preflight.base import PROFILES, CouldNotRunError, Demand, NotApplicableError, Verdict
 from opsd.preflight.checks import (
     CHECKS,

@@ -11,8 +11,7 @@ import pytest
 from opsd.collectors.base import RepairStep
 from opsd.collectors.repairs import read
 from opsd.repair.attend import SETTLED_S, RepairError
-from opsd.repair.case_file import CaseError, CaseFile, Refusal
-from opsd.repair.order import Ordering
+from opsd.repair.case_file import CaseError, CaseFile, Ordering, Refusal
 from opsd.repair.repair_plan import NO_HARDWARE, RETURN, Remedy
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment

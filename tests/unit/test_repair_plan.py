@@ -14,7 +14,6 @@ from opsd.preflight.base import Verdict
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import reason_for
 from opsd.preflight.report import Result
-from opsd.repair.faults import FAULTS, NOT_HARDWARE, begin_at, curable
 from opsd.repair.repair_plan import (
     CUT_OFF,
     HELD,
@@ -36,6 +35,7 @@ from opsd.repair.repair_plan import (
     repeated,
     settled,
 )
+from opsd.repair.retest import FAULTS, NOT_HARDWARE, begin_at, curable
 from opsd.settings.sections import RepairSettings
 from tests.fakes.preflight import report
 

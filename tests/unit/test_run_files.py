@@ -15,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Reading
-from opsd.collectors.lib.rights import CHUNK, MAX_LINE, LineCutter, Rights, Tail, groups_of_process, open_as, read_small
+from opsd.collectors.lib.run_files import (
+    CHUNK,
+    MAX_LINE,
+    LineCutter,
+    Rights,
+    Tail,
+    groups_of_process,
+    open_as,
+    read_small,
+)
 from opsd.collectors.lib.run_slots import MAX_PER_OWNER, MAX_RUNS, SCAN_S, RunSlots
 from opsd.collectors.lib.run_watch import ENTRIES, EVENT_BYTES
 from opsd.collectors.lib.shares import Allowance, fill, fill_by_owner

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from opsd.simulated import gpus
-from opsd.simulated.gpu import STATE_BYTES
-from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
+from opsd.simulated.gpus import STATE_BYTES, NoCompilerError, SimulatedGpus, SimulationError, build
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.bench.outside.step_times import TRUTH
+from opsd.bench.outside import TRUTH
 from opsd.commands.diagnose import diagnose
 from opsd.stragglers.judge import judge, one_f_one_b
 from opsd.stragglers.table import TableError, read_table, to_trace

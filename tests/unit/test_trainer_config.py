@@ -26,9 +26,8 @@ from opsd.commands.train import train
 from opsd.trainer.__main__ import main
 from opsd.trainer.accumulate import fitting_ranks, micro_batches
 from opsd.trainer.config import PRESETS, Config, ConfigError, load
-from opsd.trainer.counts import flops_per_token, layer_flops
+from opsd.trainer.counts import divide, flops_per_token, layer_flops, stage_ranges
 from opsd.trainer.parallel import demand_device
-from opsd.trainer.stages import divide, stage_ranges
 from opsd.trainer.world import await_store, gpu_here
 
 # Settings of the trainer: what is accepted, and one sentence for what is not.

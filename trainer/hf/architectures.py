@@ -11,8 +11,7 @@ from typing import Any, Final
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf import blocks, kinds
 from opsd.trainer.hf.blocks import ROUTER_BIAS, ExpertFields
-from opsd.trainer.hf.kinds import Fields
-from opsd.trainer.hf.places import Place, packed
+from opsd.trainer.hf.kinds import Fields, Place, packed
 from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
 
 _NO_LIMIT: Final = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])

@@ -18,8 +18,7 @@ from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import Architecture, architecture_of
 from opsd.trainer.hf.blocks import ROUTER_BIAS
 from opsd.trainer.hf.config import fields_in, settings_of
-from opsd.trainer.hf.kinds import Fields
-from opsd.trainer.hf.places import Place
+from opsd.trainer.hf.kinds import Fields, Place
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import Region, region_of

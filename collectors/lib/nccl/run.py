@@ -22,8 +22,7 @@ from typing import Final, NamedTuple
 from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.nccl.desync import Desync, Dump, DumpError, judge, parse_dump, restored
-from opsd.collectors.lib.rights import Rights, Tail, groups_of_process, open_as, read_small
-from opsd.collectors.lib.run_files import parse_run
+from opsd.collectors.lib.run_files import Rights, Tail, groups_of_process, open_as, parse_run, read_small
 from opsd.collectors.lib.sandbox import Sandbox, SandboxError
 from opsd.collectors.lib.shares import Allowance, Room
 

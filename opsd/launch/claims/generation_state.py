@@ -18,9 +18,8 @@ from typing import Any, Literal, ParamSpec
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import TELLING_S, ClaimStore, ClaimWriter, Plan, StorePoller, StoreRead, listening
 from opsd.launch.claims.election import Election
-from opsd.launch.claims.followers import FollowerTracker
 from opsd.launch.claims.messages import Begun, Claimed, GroupListener, Heartbeat, Message, Ready
-from opsd.launch.claims.peers import LeaderClient
+from opsd.launch.claims.peers import FollowerTracker, LeaderClient
 from opsd.launch.io.protocol import Member
 from opsd.slurm.run_owner import is_older
 

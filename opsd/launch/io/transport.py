@@ -18,9 +18,8 @@ from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 
-from opsd.launch.io.addresses import AddressBook, lookup
 from opsd.launch.io.connection import GREETING_S, Connection, RateLimit, encode
-from opsd.launch.io.handshake import Identity, Superseded, WireError
+from opsd.launch.io.handshake import AddressBook, Identity, Superseded, WireError, lookup
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import JsonMessage, Member, ProtocolError
 

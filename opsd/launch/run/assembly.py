@@ -11,7 +11,7 @@ from pathlib import Path
 
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.hangs.recorder import RecorderJudge
-from opsd.launch.io.addresses import host_is_up
+from opsd.launch.io.handshake import host_is_up
 from opsd.launch.io.reporting import WorkQueue, print_message
 from opsd.launch.io.run_log import BATCH_HOST, EventRecord, LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from opsd import exitcodes
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.followers import highest
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Ready
+from opsd.launch.claims.peers import highest
 from opsd.launch.ranks.ranks import Recovery
 from opsd.launch.ranks.settings import Assignment
 from opsd.launch.run.messages import CODEC, Waiting

@@ -25,7 +25,7 @@ from typing import Any
 
 from opsd.checkpoints.claims import newest
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.io.addresses import lookup
+from opsd.launch.io.handshake import lookup
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.ports import free_port

@@ -13,8 +13,7 @@ from typing import Final
 
 from opsd.collectors.kmsg import parse_message
 from opsd.collectors.lib.clock import uptime_s
-from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, LogRecord, parse_record
-from opsd.collectors.lib.kernel.messages import Trouble
+from opsd.collectors.lib.kernel.messages import KERNEL, KernelLogDevice, LogRecord, Trouble, parse_record
 from opsd.collectors.lib.kernel.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
 from opsd.preflight.base import (
     Check,
