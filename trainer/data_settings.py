@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
-from opsd.trainer.data.mixture import MixtureError, Stage
+from opsd.trainer.data.stages import MixtureError, Stage
 from opsd.trainer.model_settings import Section
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import psutil
 
 from opsd.trainer.config import MIXTURES
-from opsd.trainer.data.mixture import Mixture, Stage
+from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.data.stages import Stage
 
 BATCH = 576
 """SmolLM3's global batch in sequences."""

@@ -16,10 +16,10 @@ from opsd.commands.launch_settings import name_of_nodes, name_of_one_node
 from opsd.launch.io.handshake import SECRET_FILE, SECRET_VARIABLE, SecretError, job_secret
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.launchers import (
+    ARRIVALS,
     BATCH,
     BEAT_S,
     DEFAULT_PORT,
-    FOLDER,
     ROSTERS,
     SILENT_S,
     Launchers,
@@ -288,7 +288,7 @@ def test_all_find_the_same_launchers(tmp_path: Path) -> None:
     found = Nodes().go([meeting(tmp_path, own, 20, 20) for own in everybody], 10)
     assert [known and known.own for known in found] == everybody
     assert {known and known.members for known in found} == {tuple(sorted(everybody, key=lambda one: one.name))}
-    assert [path.name for path in (tmp_path / FOLDER / ROSTERS).iterdir()] == ["1.json.gz"]
+    assert [path.name for path in (tmp_path / ARRIVALS / ROSTERS).iterdir()] == ["1.json.gz"]
 
 
 def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
     while author.step(nodes.now) is None:
         assert other.step(nodes.now) is None
         nodes.now += BEAT_S
-    for path in (tmp_path / FOLDER).glob("*.json"):
+    for path in (tmp_path / ARRIVALS).glob("*.json"):
         path.unlink()
     (found,) = nodes.go([other], 5)
     assert found is not None and found.members == (member(0), member(1))
@@ -307,7 +307,7 @@ def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
 def test_each_look_for_a_roster_follows_a_change_in_its_folder(tmp_path: Path) -> None:
     """Otherwise an NFS client may show the folder as it was, without the roster that another node has made."""
     author, other = (meeting(tmp_path, member(number), 3, 3) for number in range(2))
-    folder = tmp_path / FOLDER / ROSTERS
+    folder = tmp_path / ARRIVALS / ROSTERS
     for one in (author, other, other):
         os.utime(folder, (0, 0))
         assert one.step(0.0) is None
@@ -323,7 +323,7 @@ def test_who_takes_over_from_a_silent_author(tmp_path: Path) -> None:
     others.append(meeting(tmp_path, member(3), 3, 4))
     found = nodes.go(others, 10)
     assert {known and known.members for known in found} == {(member(1), member(2), member(3))}
-    assert sorted(path.name for path in (tmp_path / FOLDER / ROSTERS).iterdir()) == ["1.json.gz", "2.json.gz"]
+    assert sorted(path.name for path in (tmp_path / ARRIVALS / ROSTERS).iterdir()) == ["1.json.gz", "2.json.gz"]
 
 
 def test_a_roster_left_over_is_not_used(tmp_path: Path) -> None:

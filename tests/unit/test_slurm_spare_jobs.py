@@ -18,7 +18,7 @@ from opsd.slurm.spare_jobs import DEFER_S, FOLDER, RETRY_S, SpareJob, SpareReque
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import running
 from tests.fakes.slurm import FakeSlurm
-from tests.fakes.tmpfs import tmpfs
+from tests.fakes.tree import tmpfs
 from tests.unit.test_lemons import comments_of, fleet
 
 ENVIRON = {

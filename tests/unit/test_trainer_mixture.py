@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from opsd.trainer.accumulate import fitting_ranks, micro_batches
 from opsd.trainer.config import MIXTURES, Config, ConfigError, load
-from opsd.trainer.data.mixture import MAX_BLOCK, Mixture, MixtureError, Stage, apportion, permute
+from opsd.trainer.data.mixture import Mixture, permute
 from opsd.trainer.data.propose import Ablation, propose, read_run
 from opsd.trainer.data.shards import DataError, sequences_within
+from opsd.trainer.data.stages import MAX_BLOCK, MixtureError, Stage, apportion
 from opsd.trainer.data.worker import Form, Plan
 from opsd.trainer.data.worker import micro_batches as of_rank
 

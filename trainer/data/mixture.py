@@ -1,68 +1,23 @@
-"""Mixtures of sources in stages: which sample is the n-th of a run.
+"""Which sequence of which source each sample is: a pure function of its number, for runs of any length.
 
-The shares of sources in a stage of a run, as whole numbers of samples. Settings are read with it, without numpy.
+A run's position in its data is one integer, the global sample index. Stages follow each other. Within a stage samples
+come in blocks, and each block contains exactly the share of every source, in random order. The last block of a stage is
+cut to length and divided to the nearest sample. So the number of samples that a source has given before any block has a
+closed form, and with it the position in the source: the epoch by division, the sequence by the permutation of this
+source and epoch. Nothing depends on the number of ranks, and nothing grows with the number of steps.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-MAX_BLOCK = 1 << 20
-"""Most samples in a block. Weights with a larger common denominator are rounded to this many parts."""
-
-TOLERANCE = Fraction(1, 10**6)
-"""How far the weights of a stage may be from a sum of 1."""
-
-
-class MixtureError(ValueError):
-    """The weights cannot be used; the message is one sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """From sample ``start`` on, sources by weight. A weight is exactly the decimal in the settings."""
-
-    start: int
-    weights: Mapping[str, float]
-
-    def shares(self) -> dict[str, int]:
-        """Samples of each source in a block. Raises MixtureError if the weights do not sum to 1."""
-        exact = {name: Fraction(repr(weight)) for name, weight in self.weights.items() if weight}
-        total = sum(exact.values(), Fraction(0))
-        if abs(total - 1) > TOLERANCE:
-            raise MixtureError(f"the weights sum to {float(total):.9g}, not to 1")
-        block = math.lcm(*(share.denominator for share in exact.values()))
-        return apportion(exact, block if total == 1 and block <= MAX_BLOCK else MAX_BLOCK)
-
-
-def apportion(shares: Mapping[str, Fraction | int], seats: int) -> dict[str, int]:
-    """``seats`` divided in proportion to ``shares``, by largest remainder (Hamilton); ties go by name."""
-    total = sum(shares.values())
-    quotas = {name: Fraction(share * seats, total) for name, share in shares.items()}
-    given = {name: math.floor(quota) for name, quota in quotas.items()}
-    by_remainder = sorted(quotas, key=lambda name: (given[name] - quotas[name], name))
-    for name in by_remainder[: seats - sum(given.values())]:
-        given[name] += 1
-    return given
-
-
-# Which sequence of which source each sample is: a pure function of its number, for runs of any length.
-#
-# A run's position in its data is one integer, the global sample index. Stages follow each other. Within a stage
-# samples come in blocks, and each block contains exactly the share of every source, in random order. The last block
-# of a stage is cut to length and divided to the nearest sample. So the number of samples that a source has given
-# before any block has a closed form, and with it the position in the source: the epoch by division, the sequence by
-# the permutation of this source and epoch. Nothing depends on the number of ranks, and nothing grows with the number
-# of steps.
-
+from opsd.trainer.data.stages import Stage, apportion
 
 _ENDLESS = 1 << 62
 _ROW = np.uint64(32)

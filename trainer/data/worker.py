@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from opsd.trainer.data.mixture import Mixture, Stage
+from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.data.shards import open_corpus
+from opsd.trainer.data.stages import Stage
 
 SAMPLE_BYTES = 8
 ORDERED_AT_ONCE = 1024

@@ -16,8 +16,7 @@ import torch
 
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.config import fields_in, settings_of
-from opsd.trainer.hf.kinds import Fields
-from opsd.trainer.hf.places import Place
+from opsd.trainer.hf.kinds import Fields, Place
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.tensors import METADATA, Chunk, FormatError, Stored, stored_tensors, unreadable_as_format_error

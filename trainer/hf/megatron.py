@@ -20,8 +20,7 @@ import torch
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.foreign import Foreign, demand_only
-from opsd.trainer.hf.kinds import Fields
-from opsd.trainer.hf.places import Place, packed
+from opsd.trainer.hf.kinds import Fields, Place, packed
 from opsd.trainer.tensors import Chunk, FormatError, Stored, content_of, itself, unreadable_as_format_error
 
 MEGATRON: Final = "mp_rank_*"

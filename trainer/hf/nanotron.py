@@ -14,7 +14,7 @@ from safetensors import safe_open
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.config import fields_in, settings_of
 from opsd.trainer.hf.foreign import Foreign, demand_only
-from opsd.trainer.hf.places import packed
+from opsd.trainer.hf.kinds import packed
 from opsd.trainer.tensors import Chunk, FormatError, Stored, unreadable_as_format_error
 
 NANOTRON: Final = "model_config.json"

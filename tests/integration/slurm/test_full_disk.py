@@ -9,7 +9,7 @@ import pytest
 
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Job
-from tests.fakes.faults import Faults, library
+from tests.fakes.power_loss import Faults, library
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 from tests.integration.slurm.templates import USER
 from tests.integration.slurm.test_users import ended, folder_of, submit
