@@ -34,8 +34,9 @@ pytest.importorskip("torch")
 
 
 @pytest.fixture(autouse=True)
-def importable_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children do not look for modules in the current folder."""
+def real_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test may have left simulated ones in the environment; children find the fakes."""
+    monkeypatch.delenv("OPSD_SIMULATED_NVML", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -217,13 +218,6 @@ def test_a_preflight_in_which_nothing_ran_has_not_passed(tmp_path: Path):
 
 
 # The Python in which checks that need torch run, with real interpreters: this one, and one that has opsd alone.
-
-
-@pytest.fixture(autouse=True)
-def real_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test may have left simulated ones in the environment; children find the fakes."""
-    monkeypatch.delenv("OPSD_SIMULATED_NVML", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @pytest.fixture
