@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from re import compile
 
 from opsd.runbooks.base import Cause, View
 from opsd.runbooks.lib.kernel_faults import (
+    BOOT_TIME,
     HOUR_S,
     KernelFault,
     Lasting,
@@ -17,20 +18,29 @@ from opsd.runbooks.lib.kernel_faults import (
     lasting_fault,
     matches,
 )
-from opsd.runbooks.lib.signals import counted
+from opsd.runbooks.lib.signals import counted, latest, text
 
 _NAMESPACE = compile(r"(nvme\d+)(?:c\d+)?n\d+")
+_PARTITION = compile(r"((?:sd|vd|xvd)[a-z]+)\d+$")
 _disk = lacks("device", r"^(loop|sr|fd|zram|ram|nbd)\d")
 """Not devices without a disk of the node behind them: the errors of a mounted image, which any user may have made."""
 
 _LOST = "^(Disabling|Removing|Device not ready|no available path)"
-_POLLED, _GONE = "completion polled", "SAS host is non-operational"
+_GONE = "^(SAS host is non-operational|controller (is )?offline)"
 
 
 def _drive(device: str) -> str:
-    """The NVMe controller of a namespace or partition; other devices as they are."""
-    match = _NAMESPACE.match(device)
+    """The NVMe controller of a namespace or partition, the disk of a partition; other devices as they are."""
+    match = _NAMESPACE.match(device) or _PARTITION.match(device)
     return match[1] if match else device
+
+
+def _whole(view: View) -> Callable[[str], str]:
+    """The drive that a device is on; that of an array is the one that it has lost last."""
+    since_boot = view.wall - (latest(view, BOOT_TIME) or 0.0)
+    said = [event.data for event in view.events("raid_failed", since_boot) if text(event.data, "disk")]
+    lost = {text(data, "device"): _drive(text(data, "disk")) for data in said}
+    return lambda about: lost.get(about) or _drive(about)
 
 
 MISSING = "opsd_storage_array_missing_disks"
@@ -50,17 +60,16 @@ def _arrays(view: View, _seconds: float) -> Iterator[KernelFault]:
 
 ROWS = (
     Row("raid_failed", "the array {device} has failed: {outcome} {disk}",
-        has("outcome", "failing array", "Cannot continue operation"), "device", critical=True),
+        matches("outcome", "^(failing array|Cannot continue)"), "device", critical=True),
     Row("raid_failed", "the array {device} has lost {disk}", has("outcome", "disabling device"), "device"),
     Row("filesystem_readonly", "the file system on {device} was set to read-only", _disk, "device", critical=True),
     Row("filesystem_shutdown", "the file system on {device} was shut down", _disk, "device", critical=True),
     Row("nvme_error", "{device} is lost: {outcome}", matches("outcome", _LOST), "device", critical=True),
-    Row("nvme_error", "{device} does not answer in time: {outcome}", lacks("outcome", _POLLED), "device",
+    Row("nvme_error", "{device} loses interrupts", has("outcome", "completion polled"), "device", at_least=3,
         within_s=HOUR_S),
-    Row("controller_error", "{device} is lost: {outcome}", has("outcome", _GONE), "device", critical=True),
-    Row("controller_error", "the firmware of {device} has failed: {outcome}", lacks("outcome", _GONE), "device",
-        within_s=HOUR_S),
-    Row("nvme_error", "{device} loses interrupts", has("outcome", _POLLED), "device", at_least=3, within_s=HOUR_S),
+    Row("nvme_error", "{device} does not answer in time: {outcome}", about="device", within_s=HOUR_S),
+    Row("controller_error", "{device} is lost: {outcome}", matches("outcome", _GONE), "device", critical=True),
+    Row("controller_error", "the firmware of {device} has failed: {outcome}", about="device", within_s=HOUR_S),
     Row("io_error", "I/O errors of {device}", _disk, "device", within_s=HOUR_S),
     Row("filesystem_error", "errors of the file system on {device}", _disk, "device", within_s=HOUR_S),
 )  # fmt: skip
@@ -71,6 +80,6 @@ RUNBOOK = kernel_runbook(
     advice=": check the drive and have it replaced",
     cost="loaders and checkpoints on it fail",
     lasting=Lasting("storage", _arrays),
-    whole=_drive,
+    whole=_whole,
     causes=(Cause("pcie_error", "node"),),
 )

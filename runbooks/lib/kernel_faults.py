@@ -25,6 +25,7 @@ Data = Mapping[str, object]
 class Row:
     """Events that are a fault: ``at_least`` of kind ``event`` for which ``when`` holds, within ``within_s`` seconds.
 
+    An event is of the first row of its table that fits.
     The fault counts as over once that time has passed without them, or the node was booted. ``about`` is the field that
     says what they are about, "" for the node. ``what`` describes the fault; its placeholders are fields of the event.
     ``apart_s`` demands that the first and the last lie so far apart. A ``critical`` fault takes the node out; if what
@@ -53,7 +54,7 @@ class KernelFault:
     @property
     def what(self) -> str:
         """The row's description with the fields of the newest event."""
-        return self.row.what.format_map(_Fields(self.events[-1].data))
+        return " ".join(self.row.what.format_map(_Fields(self.events[-1].data)).split())
 
 
 class _Fields(dict[str, object]):
@@ -87,6 +88,9 @@ def _times(event: Event) -> int:
     return integer(event.data, "count", 1) * integer(event.data, "errors", 1)
 
 
+Whole = Callable[[View], Callable[[str], str]]
+"""What a thing that a fault is about belongs to."""
+
 Ignored = Callable[[View], Callable[[Event], bool]]
 """Which events are about something else."""
 
@@ -113,6 +117,10 @@ def lasting_fault(view: View, row: Row, about: str, said: str, source: str, **da
     return KernelFault(row, about, (Event(row.event, view.wall, said, {**data, "source": source}),))
 
 
+def _row_of(event: Event, rows: Sequence[Row]) -> Row | None:
+    return next((row for row in rows if row.event == event.kind and row.when(event.data)), None)
+
+
 def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iterator[KernelFault]:
     """The findings of ``rows`` in the log since the boot."""
     booted, elsewhere = None, _nothing(view)
@@ -124,7 +132,7 @@ def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iter
             booted, elsewhere = latest(view, BOOT_TIME) or 0.0, ignored(view)
         found: dict[str, list[Event]] = {}
         for event in events:
-            if event.at > booted and row.when(event.data) and not elsewhere(event):
+            if event.at > booted and _row_of(event, rows) is row and not elsewhere(event):
                 found.setdefault(text(event.data, row.about) if row.about else "", []).append(event)
         for about, of_it in found.items():
             if sum(map(_times, of_it)) >= row.at_least and of_it[-1].at - of_it[0].at >= row.apart_s:
@@ -142,12 +150,12 @@ def kernel_runbook(
     ignored: Ignored = _nothing,
     lasting: Lasting | None = None,
     beside: str = "",
-    whole: Callable[[str], str] = str,
+    whole: Whole = lambda _view: str,
     first: tuple[str, ...] = (DRAIN,),
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
-    One incident for each thing that they are about, or for the ``whole`` that it is part of. ``component`` is its
+    One incident for each thing that they are about, or for the ``whole`` that it belongs to. ``component`` is its
     culprit's unless ``culprit_of`` names another. ``lasting`` finds more than the log says. Events of the kind
     ``beside`` are evidence and no fault. The node is swapped out if the incident is critical. ``advice`` ends the
     notification, ``cost`` is what is at stake for a job on the node.
@@ -158,7 +166,8 @@ def kernel_runbook(
 
     def detect(view: View) -> Iterator[Finding]:
         lasted = lasting.find(view, lasting.after_s) if lasting else ()
-        found = grouped((*faults(view, rows, ignored), *lasted), lambda fault: whole(fault.about))
+        belongs_to = whole(view)
+        found = grouped((*faults(view, rows, ignored), *lasted), lambda fault: belongs_to(fault.about))
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
 
@@ -191,7 +200,7 @@ def kernel_runbook(
         booted = latest(view, BOOT_TIME)
         last = number(incident.data, "at") or incident.opened_at
         there = (*faults(view, rows, ignored), *(lasting.find(view, 0.0) if lasting else ()))
-        if any(whole(fault.about) == text(incident.data, "about") for fault in there):
+        if any(whole(view)(fault.about) == text(incident.data, "about") for fault in there):
             return False
         if lasting and incident.data.get("lasts") and not view.known(lasting.collector):
             return None

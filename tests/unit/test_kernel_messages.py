@@ -14,6 +14,7 @@ from opsd.collectors.kmsg import parse_message
 from opsd.collectors.lib.kernel.messages import KINDS, RULES, Trouble, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import Xid
 from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Finding
 from tests.fakes.kmsg import Node, read
 
 # Messages of the kernel that tell of trouble, in the words of real kernels.
@@ -408,17 +409,20 @@ def test_the_name_of_a_process_hides_nothing(name: str) -> None:
 LINES = list(lines(FOLDER / "kernel_lines"))
 
 
-def opened(node: Node, line: str, *, times: int = 1, apart_s: float = 70.0, facility: int = 0) -> set[str]:
-    """The kinds of incident that the agent's runbooks find 20 s after the kernel has said ``line``."""
+def opened(
+    node: Node, *said: str, times: int = 1, apart_s: float = 70.0, facility: int = 0
+) -> list[tuple[str, Finding]]:
+    """Kind and finding of the incidents that the agent's runbooks open 20 s after the kernel has ``said`` the lines."""
     agent, window = node.agent(), Window("n01", seconds=60.0)
     read(agent)
     for _ in range(times):
         node.clock.advance(apart_s)
-        node.say(line, facility=facility)
+        for line in said:
+            node.say(line, facility=facility)
         window.begin(node.clock.monotonic(), node.clock.wall())
         window.add("kmsg", read(agent))
     window.begin(node.clock.monotonic() + 20.0, node.clock.wall() + 20.0)
-    return {book.kind for book in RUNBOOKS if any(book.detect(window))}
+    return [(book.kind, finding) for book in RUNBOOKS for finding in book.detect(window)]
 
 
 def test_every_kind_of_trouble_has_lines_from_several_places() -> None:
@@ -430,17 +434,64 @@ def test_every_kind_of_trouble_has_lines_from_several_places() -> None:
 def test_a_line_of_trouble_opens_its_incident(tmp_path: Path, about: str, line: str) -> None:
     """Whatever release of the kernel or driver wrote it; storms take several."""
     times = REPEATED.get(about, 1)
-    assert opened(Node(tmp_path), line, times=times, apart_s=70.0 if times < 10 else 1.0) == {expected(about, line)}
+    found = opened(Node(tmp_path), line, times=times, apart_s=70.0 if times < 10 else 1.0)
+    assert [kind for kind, _ in found] == [expected(about, line)]
 
 
 @pytest.mark.parametrize(("about", "line"), [each for each in LINES if each[0] not in INCIDENTS])
 def test_a_line_that_looks_alike_opens_nothing(tmp_path: Path, about: str, line: str) -> None:
     """Lines that go with trouble or only resemble it are no incident; most are not even an event."""
     assert (parse_message(line) is None) == (about == "benign")
-    assert opened(Node(tmp_path), line) == set()
+    assert opened(Node(tmp_path), line) == []
 
 
 @pytest.mark.parametrize(("about", "line"), LINES)
 def test_what_a_user_writes_into_the_log_is_not_believed(tmp_path: Path, about: str, line: str) -> None:
     """A process that may write to /dev/kmsg speaks with its own facility, never the kernel's."""
-    assert opened(Node(tmp_path), line, facility=1) == set()
+    assert opened(Node(tmp_path), line, facility=1) == []
+
+
+ONE_FAULT = [
+    (
+        ["nvme nvme5: Removing after probe failure status: -19"],
+        "nvme5 is lost: Removing after probe failure",
+    ),
+    (
+        [
+            "nvme nvme5: I/O 12 QID 3 timeout, reset controller",
+            "nvme nvme5: Device not ready; aborting reset, CSTS=0x1",
+        ],
+        "nvme5 is lost: Device not ready; aborting reset and nvme5 does not answer in time: reset controller",
+    ),
+    (
+        [
+            "md/raid1:md8: Disk failure on sdr1, disabling device.",
+            "I/O error, dev sdr, sector 8 op 0x0:(READ) flags 0x0",
+        ],
+        "the array md8 has lost sdr1 and I/O errors of sdr",
+    ),
+    (
+        [
+            "I/O error, dev sdr, sector 8 op 0x1:(WRITE) flags 0x800",
+            "md/raid1:md8: Disk failure on sdr1, disabling device.",
+            "md/raid1:md9: Disk failure on sdr2, disabling device.",
+        ],
+        "the array md8 has lost sdr1 and the array md9 has lost sdr2 and I/O errors of sdr",
+    ),
+    (
+        ["md/raid:md5: Cannot continue operation (2/4 failed)."],
+        "the array md5 has failed: Cannot continue operation (2/4 failed)",
+    ),
+    (
+        ["EXT4-fs error (device sdr1): ext4_find_entry:1455: inode #2", "I/O error, dev sdr, sector 8 op 0x0:(READ)"],
+        "I/O errors of sdr and errors of the file system on sdr1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("said", "summary"), ONE_FAULT, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_lines_about_one_fault_are_one_incident_and_each_is_told_once(
+    tmp_path: Path, said: list[str], summary: str
+) -> None:
+    """Whatever parts of the disk they name."""
+    assert [finding.summary for _, finding in opened(Node(tmp_path), *said)] == [f"n01: {summary}"]

@@ -399,7 +399,16 @@ _DEVICES = (
         rf"megaraid_sas {_PCI}: (?:Found )?(?P<outcome>FW in FAULT state)",
         device="megaraid_sas",
     ),
-    _rule("raid_failed", "Cannot continue", r"md/raid\w*:?(?P<device>md\w+): (?P<outcome>Cannot continue operation)"),
+    _rule(
+        "controller_error",
+        "offline",
+        rf"(?P<device>smartpqi {ADDRESS}): (?P<outcome>controller (?:is )?offline)",
+    ),
+    _rule(
+        "raid_failed",
+        "Cannot continue",
+        r"md/raid\w*:?(?P<device>md\w+): (?P<outcome>Cannot continue operation(?: \(\d+/\d+ failed\))?)",
+    ),
     _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
     _rule(
         "pcie_error",
