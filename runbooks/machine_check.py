@@ -14,8 +14,8 @@ STORM = 100
 SAME_RECORD_S = 1.0
 """Between the first and the last line of one record of the firmware; numbers begin again with each boot."""
 
-UNCORRECTED = has("severity", "UE", "Uncorrected", "recoverable", "fatal")
-CORRECTED = has("severity", "CE", "Corrected", "Deferred", "corrected")
+UNCORRECTED = has("severity", "UE", "Uncorrected", "Deferred", "recoverable", "fatal")
+CORRECTED = has("severity", "CE", "Corrected", "corrected")
 
 
 SAME_ERROR_S = 5.0

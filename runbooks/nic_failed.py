@@ -14,6 +14,7 @@ DEAD = frozenset({
     "device's health compromised", "health recovery flow aborted", "health recovery failed", "Fatal error detected",
     "handling bad device here", "starting health recovery flow", "timeout. Will cause a leak of a command resource",
     "unrecoverable hardware error", "pre-initializing", "probe failed", "device is not ready",
+    "PCIe link lost", "Adapter removed",
 })  # fmt: skip
 SILENT = frozenset({"TX timeout detected", "Tx Unit Hang", "tx_timeout", "transmit queue"})
 """It sends nothing, in the words of several drivers and of the kernel's own watchdog."""

@@ -81,6 +81,7 @@ INCIDENTS: Mapping[str, str] = {
     "raid": "disk_errors",
     "oops": "kernel_oops",
     "clock": "clock_unstable",
+    "iommu": "pcie_error",
 }
 """The subject of a line, and the incident that it must open."""
 

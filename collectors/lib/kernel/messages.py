@@ -358,6 +358,9 @@ _PROCESSORS = (
 _EFA = rf"(?:efa {_PCI}|infiniband (?P<device>(?:rdmap|efa_)\w+)): "
 """The driver of AWS names its device in one of two ways; that of its Ethernet adapters uses the same words."""
 
+_OPTIONAL = r"(?!.*\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES|WRITE_SAME)\))"
+"""Not an operation that a drive need not have: some refuse it with a plain I/O error. NVMe numbers them 8 and 9."""
+
 _DEVICES = (
     _rule("nvme_error", "nvme", rf"nvme {_DEVICE}: I/O .*timeout, (?P<outcome>completion polled|\w+(?: controller)?)"),
     _rule(
@@ -371,10 +374,14 @@ _DEVICES = (
     _rule(
         "io_error",
         " error, dev ",
-        r"(?:\w+: )?(?P<cause>I/O|critical medium|timeout|recoverable transport|protection|device offline) error, "
-        rf"dev {_DEVICE}, sector (?P<sector>\d+)",
+        rf"(?:\w+: )?(?P<cause>I/O{_OPTIONAL}|critical medium|timeout|recoverable transport|protection|device offline) "
+        rf"error, dev {_DEVICE}, sector (?P<sector>\d+)",
     ),
-    _rule("io_error", "I/O Error (sct", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*I/O Error"),
+    _rule(
+        "io_error",
+        "I/O Error (sct",
+        r"(?P<device>nvme\w+): (?!I/O Cmd\(0x[89]\)).*?LBA (?P<sector>\d+).*I/O Error",
+    ),
     _rule("io_error", "(sct 0x2 / sc 0x8", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*\(sct 0x2 / sc 0x8[0-4]\)"),
     _rule(
         "io_error",
@@ -434,6 +441,9 @@ _DEVICES = (
         rf"(?:{_DRIVER}{_PCI}: )?AMD-Vi: Event logged \[IO_PAGE_FAULT "
         rf"(?:device=(?:(?P<at>{ADDRESS})|(?P<bus>[0-9a-f]{{2}}):(?P<slot>[0-9a-f]{{2}}\.[0-7])) )?",
     ),
+    _rule("iommu_fault", " client: ", rf"arm-smmu-v3 {_DEVICE}: event: (?P<access>\w+) client: {_PCI} "),
+    _rule("iommu_fault", "event 0x1", rf"arm-smmu-v3 {_DEVICE}: event 0x1[0-3] received"),
+    _rule("iommu_fault", "context fault", rf"arm-smmu {_DEVICE}: Unhandled context fault: fsr="),
     _rule(
         "pcie_error",
         "power state",
@@ -451,6 +461,10 @@ _DEVICES = (
     _rule("nic_error", "Fatal error", rf"mlx5\w* {_PCI}.*?Fatal error \d+ detected", cause="Fatal error detected"),
     _rule("nic_error", "TX timeout detected", rf"{_DRIVER}{_PCI} \S+: (?P<cause>TX timeout detected)"),
     _rule("nic_error", "Tx Unit Hang", rf"{_DRIVER}{_PCI}(?: \S+)?: Detected (?P<cause>Tx Unit Hang)"),
+    *(
+        _rule("nic_error", said, rf"(?:igb|igc|fm10k|ixgbe|ixgbevf) {_PCI}[^:]*: {said}", cause=said)
+        for said in ("PCIe link lost", "Adapter removed")
+    ),
     _rule("nic_error", "tx_timeout", rf"{_DRIVER}{_PCI}:? \S+: (?P<cause>tx_timeout) recovery level"),
     _rule(
         "nic_error",
@@ -525,12 +539,15 @@ _CEPH = r"ceph: (?:\[[^\]]*\]: )?(?P<server>mds\d+) "
 _LUSTRE = r"Lustre\w*: (?:[0-9a-f]+-[0-9a-f]+: )?(?P<server>[^\s:]+?)(?:-(?:osc|mdc|lwp)-[^\s:]*)?: "
 """The message begins with the connection: its target, and the client's end of it. Releases differ in what follows."""
 
+_XFS = rf"(?P<fs>XFS) \({_DEVICE}\): (?!.*(?:User initiated|goingdown))"
+"""Not the shutdown that an administrator or a test has asked for."""
+
 _FILESYSTEMS = (
     _rule(
         "filesystem_readonly", "Remounting", rf"(?P<fs>EXT[34]|F2FS)-fs \({_DEVICE}\): Remounting filesystem read-only"
     ),
     _rule("filesystem_readonly", "forced readonly", rf"(?P<fs>BTRFS).*?\(device {_DEVICE}"),
-    _rule("filesystem_shutdown", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:[Ss]hutting down|has been shut down)"),
+    _rule("filesystem_shutdown", "XFS (", rf"{_XFS}.*(?:[Ss]hutting down|has been shut down)"),
     _rule(
         "filesystem_shutdown", "has been suspended", r"WARNING: Pool '(?P<device>[^']+)' has encountered an ", fs="ZFS"
     ),
@@ -540,11 +557,15 @@ _FILESYSTEMS = (
         "EXT4-fs warning",
         rf"(?P<fs>EXT4)-fs warning \(device {_DEVICE}\): ext4_end_bio:\d+: I/O error",
     ),
-    _rule("filesystem_error", "EXT4-fs (", rf"(?P<fs>EXT4)-fs \({_DEVICE}\): .*(?:I/O error|failed to)"),
+    _rule(
+        "filesystem_error",
+        "EXT4-fs (",
+        rf"(?P<fs>EXT4)-fs \({_DEVICE}\): (?:.*I/O error|failed to (?:convert unwritten|initialize system zone))",
+    ),
     _rule(
         "filesystem_error", "Aborting journal", r"Aborting journal on device (?P<device>\S+?)(?:-\d+)?\.?$", fs="EXT4"
     ),
-    _rule("filesystem_error", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:I/O [Ee]rror|[Cc]orruption)"),
+    _rule("filesystem_error", "XFS (", rf"{_XFS}.*(?:I/O [Ee]rror|[Cc]orruption)"),
     _rule("filesystem_error", "BTRFS", rf"(?P<fs>BTRFS):? (?:error|critical) \(device {_DEVICE}"),
     _rule(
         "network_filesystem_lost",
