@@ -176,7 +176,8 @@ class Incident:
     came back, the last time at ``reopened_at``. ``job`` and ``run`` are those that it concerns, "" for none.
     ``proposed`` are the actions that its runbook asks for, whatever the policy makes of them: verb, target and args.
     ``struck_at`` is that of its newest finding, see ``Finding``; ``gravity`` is the highest so far. ``worse`` is true
-    if it has risen while actions are under way. ``ack`` and ``closed`` are the word of a person.
+    if it has risen while actions are under way. ``ack`` and ``closed`` are the word of a person. ``advice`` is what the
+    runbook asks people to do. ``untold`` is what they have not been told yet, see ``agent.incidents.news``.
     """
 
     id: str
@@ -209,6 +210,8 @@ class Incident:
     worse: bool = False
     ack: Acknowledgement | None = None
     closed: Closing | None = None
+    advice: str = ""
+    untold: str = ""
 
 
 class Series(Protocol):

@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import gpu_hours, live_leaders, ranks_of, run_events, run_finding, run_over
 from opsd.runbooks.lib.signals import integer, text
 
@@ -72,7 +72,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 RUNBOOK = RunRunbook(
     first=("df -h FOLDER",),
     detect=_detect,
-    remedy=notify_run("; {cost}"),
     healed=_healed,
     verify_s=1800.0,
     causes=(Cause("nvme_failing", "node", lag_s=60.0), Cause("storage_full", "node", lag_s=60.0)),

@@ -10,7 +10,7 @@ from statistics import median
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.losses import lost
-from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import leaders, live_ranks, rank_of, run_finding, run_recovered, step_seconds
 from opsd.runbooks.lib.signals import Point, by_step, condensed, due, integer, number, spread, text, thirds, trend
 
@@ -146,7 +146,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 RUNBOOK = RunRunbook(
     first=("opsd diagnose",),
     detect=_detect,
-    remedy=notify_run("; {cost}"),
     healed=_healed,
     clear_after_s=20.0,
     verify_s=3600.0,

@@ -9,7 +9,7 @@ from statistics import median
 from opsd.attribution import STOPPED, UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cause, Cost, Culprit, Finding, Incident, Severity, View
-from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.remedies import RunRunbook, notice
 from opsd.runbooks.lib.runs import (
     downtime,
     job_of,
@@ -151,7 +151,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     if rank is None or not rank.live or rank.generation != integer(data, "generation"):
         return ()  # the launcher is restarting it already
     if data.get("shared"):
-        return (Action("notify", target=run, reason=f"{why}; look at the storage behind the dataset"),)
+        return (notice(run, incident, "; look at the storage behind the dataset"),)
     worker = stalled_worker(rank)
     if worker is not None and incident.attempts == 0:
         args: dict[str, object] = {"pid": worker[0], "run": run, "rank": index, "role": "data"}
@@ -159,7 +159,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     if supervisor is not None and supervised(view, run):
         args = {"control": supervisor.control, "reason": why}
         return (Action("restart_generation", target=run, args=args, reason=why),)
-    return (Action("notify", target=run, reason=f"{why}; no opsd launcher is there to restart it"),)
+    return (notice(run, incident, "; no opsd launcher is there to restart it"),)
 
 
 RUNBOOK = RunRunbook(

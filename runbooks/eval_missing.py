@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import gpu_hours, live_leaders, run_events, run_finding, run_over
 from opsd.runbooks.lib.signals import integer, text
 
@@ -103,7 +103,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 RUNBOOK = RunRunbook(
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
-    remedy=notify_run("; {cost}"),
     healed=_healed,
     verify_s=3600.0,
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Severity, View
-from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.remedies import RunRunbook, notice
 from opsd.runbooks.lib.runs import (
     leaders,
     rank_of,
@@ -92,7 +92,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
             Action("restart_generation", target=run, args=args, reason=f"{why}; replay to tell hardware from data"),
         )
     advice = "there is no checkpoint from before it" if not replayable else "no opsd launcher is there to replay it"
-    return (Action("notify", target=run, reason=f"{why}; {advice}"),)
+    return (notice(run, incident, f"; {advice}"),)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import xids_of
+from opsd.runbooks.lib.remedies import notice
 from opsd.runbooks.lib.runs import (
     job_of,
     rank_then,
@@ -137,12 +138,12 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
         args: dict[str, object] = {"control": supervisor.control, "reason": why}
         return (
             Action("restart_generation", target=run, args=args, reason=f"{why}; back to step {committed}"),
-            Action("notify", target=run, reason=f"{why}; test the node of {incident.culprit}"),
+            notice(run, incident, f"; test the node of {incident.culprit}"),
         )
     advice = "no opsd launcher is there to restart it"
     if not safe:
         advice = "the newest checkpoint may be spoilt; go back to one from before the last equal comparison"
-    return (Action("notify", target=run, reason=f"{why}; {incident.culprit}; {advice}"),)
+    return (notice(run, incident, f"; {incident.culprit}; {advice}"),)
 
 
 RUNBOOK = Runbook(

@@ -22,7 +22,7 @@ from opsd.runbooks.lib.losses import (
     recent_steps,
     settled,
 )
-from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import live_leaders, live_ranks, run_finding, run_recovered
 from opsd.runbooks.lib.signals import number, text
 from opsd.runbooks.straggler import stragglers_of
@@ -148,7 +148,6 @@ RUNBOOK = RunRunbook(
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,
-    remedy=notify_run("; {cost}; {culprit}"),
     healed=_healed,
     open_after_s=20.0,
     clear_after_s=20.0,

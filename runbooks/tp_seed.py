@@ -60,7 +60,7 @@ def _sentence(ranks: Sequence[int], names: set[str]) -> str:
 RUNBOOK = RunRunbook(
     first=("opsd checkpoint audit FOLDER",),
     detect=_detect,
-    remedy=notify_run("; stop the run: {cost}"),
+    remedy=notify_run("; stop the run"),
     healed=run_recovered,
     clear_after_s=10.0,
     verify_s=1800.0,

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -52,7 +53,7 @@ Drainer = Callable[[str, str], str]
 Commenter = Callable[[int, str], None]
 """Writes a sentence into the comment of a Slurm job. Raises SlurmError."""
 Notifier = Callable[[str, Mapping[str, object]], None]
-"""Tells people a text, with fields. Raises ActionError if that failed."""
+"""Tells people a text, with fields: ``id`` is that of the incident. Raises ActionError if that failed."""
 
 
 class Executor:
@@ -110,7 +111,7 @@ class Executor:
         def work() -> None:
             patience_s = self._deadline_s * JOURNAL_SHARE
             if action.verb in HARMLESS or intended(patience_s):
-                report(*self._attempt(action))
+                report(*self._attempt(replace(action, args={**action.args, "incident": incident})))
             else:
                 why = f"not carried out: the journal was not written within {patience_s:g} s"
                 report(ok=False, detail=why, refused=True, put_off=True)
@@ -204,7 +205,7 @@ class Executor:
 
     def _tell(self, action: Action) -> str:
         text = str(action.args.get("text") or action.reason)
-        self._notify(text, {"target": action.target})
+        self._notify(text, {"target": action.target, "id": action.args.get("incident", "")})
         return "told"
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from opsd.agent.correlate import joint_gpu_seconds
-from opsd.agent.lifecycle import holder, who_has_it
-from opsd.agent.policy import HARMLESS, Ruling
+from opsd.agent.lifecycle import carried_out, failure, holder, who_has_it
+from opsd.agent.policy import DRAIN_OFF, HARMLESS, Ruling
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Incident, State
 from opsd.words import gpu_time, printable
@@ -109,33 +109,44 @@ def fill(text: str, known: Mapping[str, str], escape: Callable[[str], str] = str
 
 
 def _acts(incident: Incident, mode: str) -> str:
-    """Who acts, beginning with "you", "opsd" or "nobody"."""
+    """Who acts, beginning with "you", "opsd" or "nobody". That people were notified is no action of opsd."""
     if incident.resolved_at is not None:
         return "nobody has to act: it is over"
     if incident.cause is not None:
         return f"nobody acts on a symptom: its cause is {incident.cause}"
-    remedy = " and ".join(_remedies(incident))
-    if incident.state is State.ACTING:
+    remedy, done = " and ".join(_remedies(incident, mode)), carried_out(incident)
+    unable = f"you act: opsd could not end it ({incident.verdict})" if incident.verdict else "you act"
+    if incident.state is State.ACTING and any(action["outcome"] == "running" for action in done):
         return f"opsd acts: it will {remedy}" if remedy else "opsd acts"
-    if incident.state is State.VERIFYING:
-        return "opsd has acted and checks whether it helped"
-    if incident.state is State.ESCALATED:
-        return f"you act: opsd could not end it ({incident.verdict})" if incident.verdict else "you act"
+    if incident.state is State.VERIFYING and done:
+        failed = failure(incident)
+        why = f"you act: opsd could not {remedy or 'act'} ({failed.get('detail', '')})" if failed else ""
+        return why or "opsd has acted and checks whether it helped"
+    if incident.state is State.ESCALATED and (done or incident.relapses):
+        return unable
     if mode == "observe":
         return f"you act: opsd only observes; it would {remedy}" if remedy else "you act: opsd only observes"
     if not remedy:
-        return "you act: opsd has no remedy for this"
+        return f"you act: {DRAIN_OFF if _drain_is_off(incident) else 'opsd has no remedy for this'}"
     if mode == "recommend":
         return f"you act: opsd recommends to {remedy}"
     refused = [a for a in incident.actions if a.get("outcome") == Ruling.REFUSE and a.get("verb") not in HARMLESS]
     if refused:
         return f"you act: opsd may not {remedy} now ({refused[-1].get('detail', '')})"
-    return f"opsd acts: it will {remedy}"
+    return unable if incident.state is State.ESCALATED else f"opsd acts: it will {remedy}"
 
 
-def _remedies(incident: Incident) -> Iterator[str]:
-    """The actions that opsd would take, as text. Notifications are not among them."""
+def _drain_is_off(incident: Incident) -> bool:
+    drains = [action for action in incident.actions if action.get("verb") == "drain_node"]
+    return bool(drains) and drains[-1].get("detail") == DRAIN_OFF
+
+
+def _remedies(incident: Incident, mode: str) -> Iterator[str]:
+    """The actions that opsd would take, as text. Notifications are not among them, nor what it may not in mode act."""
+    off = mode == "act" and _drain_is_off(incident)
     for action in incident.proposed:
+        if off and action.get("verb") == "drain_node":
+            continue
         words, _ = _WORDS.get(str(action.get("verb")), ("", ""))
         args = action.get("args")
         if words and isinstance(args, Mapping):

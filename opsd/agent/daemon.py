@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd.agent import collectors
-from opsd.agent.actions import Drainer, Executor, Notifier
+from opsd.agent.actions import Drainer, Executor
 from opsd.agent.heap import Trim
 from opsd.agent.incident_manager import IncidentManager, Listener
 from opsd.agent.journal import Journal
@@ -149,12 +149,12 @@ class Daemon:
         web, peers = web_parts(new)
         changed = any(getattr(old, plugin.name) != getattr(new, plugin.name) for plugin in plugins())
         made = collectors.build(new, new.agent.state_dir) if changed else None
-        judge, notifier = _judge(new, self._log), Notifications(self._log, new.notify.receiver)
-        executor, listeners = _executor(new, notifier), _listeners(new, notifier, self._log)
+        judge, announcer = _judge(new, self._log), _announcer(new, self._log)
+        executor, listeners = _executor(new, announcer), _listeners(new, self._log)
         if made is not None:
             self._loop.replace_collectors(made)
         self._loop.replace_judge(judge)
-        for former in self._incident_manager.replace_policy(judge, executor, new.policy, listeners):
+        for former in self._incident_manager.replace_policy(judge, executor, new.policy, listeners, announcer):
             if isinstance(former, Announcer | Annotator):
                 former.close()
         self._server.web, self._server.hosts = web, own_hosts(new.agent.node, new.agent.names)
@@ -190,22 +190,24 @@ def _drainer(settings: Settings) -> Drainer:
     return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
 
 
-def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
-    """The listeners of every change of an incident: notifications and Grafana."""
-    told: list[Listener] = []
-    notify, node = settings.notify, settings.agent.node
-    if notify.receiver:
-        told.append(Announcer(notifier, node, log, settings.policy))
-    if notify.grafana_url:
-        told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
-    return told
+def _announcer(settings: Settings, log: Log) -> Announcer:
+    notifier = Notifications(log, settings.notify.receiver)
+    return Announcer(notifier, settings.agent.node, log, settings.policy.mode_of)
 
 
-def _executor(settings: Settings, notifier: Notifier) -> Executor:
+def _listeners(settings: Settings, log: Log) -> list[Listener]:
+    """The listeners of every change of an incident: Grafana."""
+    notify = settings.notify
+    if not notify.grafana_url:
+        return []
+    return [Annotator(notify.grafana_url, notify.grafana_token_file, settings.agent.node, log)]
+
+
+def _executor(settings: Settings, announcer: Announcer) -> Executor:
     nvml, node = settings.section(NvmlSettings), settings.agent.node
     return Executor(
         shm=settings.section(RanksSettings).root,
-        notify=notifier,
+        notify=announcer.wait,
         set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
         drain_node=_drainer(settings) if settings.policy.drain else None,
         comment_job=lambda job, text: choose().slurm.summarize(job, text, f"idle {node}"),
@@ -219,10 +221,10 @@ def _judge(settings: Settings, log: Log) -> Judge:
 def _loop(settings: Settings, journal: Journal, log: Log) -> tuple[Loop, IncidentManager]:
     """The loop with everything connected, before the first collection."""
     agent, policy = settings.agent, settings.policy
-    notifier, judge = Notifications(log, settings.notify.receiver), _judge(settings, log)
+    announcer, judge = _announcer(settings, log), _judge(settings, log)
     incident_manager = IncidentManager(
-        judge, _executor(settings, notifier), journal, log, policy=policy,
-        started_at=time.time(), listeners=_listeners(settings, notifier, log),
+        judge, _executor(settings, announcer), journal, log, policy=policy,
+        started_at=time.time(), listeners=_listeners(settings, log), announce=announcer,
     )  # fmt: skip
     window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
     saved = SavedWindow(runtime_folder())

@@ -120,6 +120,8 @@ _OVER_QUOTA: Mapping[int | None, str] = {
     OTHERS: f"all users without a rank on a GPU have {MAX_OF_OTHERS} incidents together",
 }
 Listener = Callable[[Incident, Transition], None]
+Announce = Callable[[Incident, str], None]
+"""Tells people of an incident, with the news as ``incidents.news`` has them."""
 
 
 class IncidentManager:
@@ -139,9 +141,10 @@ class IncidentManager:
         policy: PolicySettings,
         started_at: float,
         listeners: Sequence[Listener] = (),
+        announce: Announce = lambda _incident, _news: None,
     ) -> None:
         self._judge, self._executor, self._journal, self._log = judge, executor, journal, log
-        self.policy, self._listeners = policy, listeners
+        self.policy, self._listeners, self._announce = policy, listeners, announce
         self._started_at = started_at
         self.opened: Counter[str] = Counter()
         self.cost: dict[str, float] = defaultdict(float)
@@ -176,15 +179,21 @@ class IncidentManager:
         return tuple(self._book.incidents.values())
 
     def replace_policy(
-        self, judge: Judge, executor: Executor, policy: PolicySettings, listeners: Sequence[Listener]
-    ) -> Sequence[Listener]:
-        """Judge, act and tell by these from now on; returns the former listeners.
+        self,
+        judge: Judge,
+        executor: Executor,
+        policy: PolicySettings,
+        listeners: Sequence[Listener],
+        announce: Announce,
+    ) -> Sequence[object]:
+        """Judge, act and tell by these from now on; returns the former ones who told.
 
         Incidents, history and counters stay, and so do the outcomes of actions that are under way.
         """
         executor.take_over(self._executor)
         self._judge, self._executor, self.policy = judge, executor, policy
-        former, self._listeners = self._listeners, listeners
+        former = (*self._listeners, self._announce)
+        self._listeners, self._announce = listeners, announce
         return former
 
     def clock_stepped(self, seconds: float) -> None:
@@ -238,6 +247,9 @@ class IncidentManager:
         for name in before.closed.keys() - self._book.closed.keys():
             self._journal.incident(lifecycle.gone(before.closed[name], view.wall))
         self._act(view, remedies)
+        for incident in self.current:
+            if incident.untold:
+                self._put(self._page(incident, view.wall))
         for incident in self.current:
             self._record(incident, view.wall)
         self._journal.copy()
@@ -398,8 +410,9 @@ class IncidentManager:
         for incident in self._waiting():
             wanted = [a for a in remedies.get(incident.id, ()) if a.verb not in HARMLESS]
             proposed = tuple({"verb": a.verb, "target": a.target, "args": dict(a.args)} for a in wanted)
-            if proposed and proposed != incident.proposed:
-                table[incident.kind, incident.key] = replace(incident, proposed=proposed)
+            said = [str(a.args["advice"]) for a in remedies.get(incident.id, ()) if a.args.get("advice")]
+            after = replace(incident, proposed=proposed or incident.proposed, advice="; ".join(said) or incident.advice)
+            table[incident.kind, incident.key] = after
         self._book = replace(self._book, incidents=table)
         return remedies
 
@@ -420,7 +433,8 @@ class IncidentManager:
                 incident, actions, mode, self._history, self.policy, self._started_at, view.wall,
                 self._user_of, confirmed, self._journal.problem,
             )  # fmt: skip
-            after = self._note([d for d in decisions if d.verdict is not Ruling.RUN], incident, view.wall)
+            noted = self._note([d for d in decisions if d.verdict is not Ruling.RUN], incident, view.wall)
+            after = self._page(noted, view.wall)  # before anything is begun
             admitted = [decision.action for decision in decisions if decision.verdict is Ruling.RUN]
             refused = any(d.verdict is Ruling.REFUSE and d.action.verb not in HARMLESS for d in decisions)
             start = self._start_notifications if refused else self._start
@@ -482,6 +496,19 @@ class IncidentManager:
         say("incident", id=incident.id, culprit=str(incident.culprit), **said)
         for listener in self._listeners:
             listener(incident, transition)
+        news = incidents.news(incident, transition)
+        if news and lifecycle.is_current(incident):
+            self._put(replace(incident, untold=incident.untold or news))
+        elif news and incident.cause is None and not self.policy.muted(incident.kind, transition.at):
+            self._announce(incident, news)
+
+    def _page(self, incident: Incident, wall: float) -> Incident:
+        """Tell people what they have not been told yet, unless somebody has it, it is a symptom, or that is muted."""
+        silent = incident.cause is not None or lifecycle.holder(incident) or self.policy.muted(incident.kind, wall)
+        if silent or not incident.untold:
+            return incident
+        self._announce(incident, incident.untold)
+        return replace(incident, untold="")
 
     def _record(self, incident: Incident, wall: float) -> None:
         """Write the incident to the journal if anything but its times has changed, and periodically."""
@@ -507,7 +534,7 @@ def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[s
 def _essence(incident: Incident) -> tuple[object, ...]:
     return (
         incident.state, incident.severity, incident.culprit, incident.attempts, incident.actions, incident.verdict,
-        incident.cause, incident.relapses, incident.proposed, incident.ack,
+        incident.cause, incident.relapses, incident.proposed, incident.ack, incident.advice, incident.untold,
     )  # fmt: skip
 
 

@@ -56,6 +56,25 @@ def is_over(incident: Incident, transition: Transition) -> bool:
     return escalated or transition.after in (State.RESOLVED, State.UNPROVEN)
 
 
+def news(incident: Incident, transition: Transition) -> str:
+    """What people are to be told of ``transition``: "opened", "worse", "open; WHY", "failed", the end; "" for nothing.
+
+    Once they know of an incident they hear of it again if it is worse, if nobody has it any more, and if opsd, which
+    was to act, cannot end it. There is no end of what they do not know of, nor each end of what comes and goes.
+    """
+    over = is_over(incident, transition)
+    if not lifecycle.is_current(incident):
+        known = incident.untold != "opened" and not (incident.relapses and over)
+        return ("over" if over and transition.after is State.ESCALATED else transition.after.value) if known else ""
+    if transition.before is None or transition.worse or transition.before is transition.after:
+        again = f"{transition.after.value}; {transition.text}"
+        return "opened" if transition.before is None else "worse" if transition.worse else again
+    if transition.after is State.VERIFYING and lifecycle.failure(incident):
+        return "failed"
+    acted = lifecycle.carried_out(incident) and not lifecycle.failure(incident)
+    return "escalated" if transition.after is State.ESCALATED and (acted or incident.relapses) else ""
+
+
 def turn_of(incident: Incident) -> str:
     """Whose turn it is when something is done for this incident: its run's, else that of its kind."""
     return f"run {incident.run}" if incident.run else incident.kind

@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from opsd.agent.policy import HARMLESS
 from opsd.runbooks.base import Acknowledgement, Closing, Cost, Culprit, Evidence, Finding, Incident, Severity, State
 from opsd.runbooks.lib.losses import followed
 from opsd.words import clock, duration
@@ -125,7 +126,8 @@ def resumed(incident: Incident, now: float) -> Incident:
     The time of health starts over, as the time without an agent is unknown. A time to come, of a clock that was ahead,
     is taken for ``now``, or the wait that it begins would last until then.
     """
-    incident = replace(_with_times(incident, lambda at: min(at, now)), healthy_since=None)
+    untold = incident.untold or ("opened" if any(a["verb"] in HARMLESS for _, a in unfinished(incident)) else "")
+    incident = replace(_with_times(incident, lambda at: min(at, now)), healthy_since=None, untold=untold)
     if incident.state is State.ACTING and not [*unfinished(incident)]:
         return replace(incident, state=State.VERIFYING, acted_at=now)
     if incident.state is State.VERIFYING and incident.acted_at is None:
@@ -138,6 +140,19 @@ def unfinished(incident: Incident) -> Iterator[tuple[int, Mapping[str, object]]]
     for number, action in enumerate(incident.actions):
         if action.get("outcome") == "running":
             yield number, action
+
+
+def carried_out(incident: Incident) -> Sequence[Mapping[str, object]]:
+    """The actions that were begun and change something: to notify people is none."""
+    begun = ("running", "ok", "failed")
+    return [a for a in incident.actions if a.get("verb") not in HARMLESS and a.get("outcome") in begun]
+
+
+def failure(incident: Incident) -> Mapping[str, object] | None:
+    """The action that has failed in the newest attempt at ending the incident, if there is one."""
+    done = carried_out(incident)
+    newest = [action for action in done if action.get("at") == done[-1].get("at")]
+    return next((action for action in newest if action.get("outcome") == "failed"), None)
 
 
 def resuming(incident: Incident, number: int) -> Incident:
@@ -419,7 +434,7 @@ def acknowledged(incident: Incident, by: str, for_s: float | None, now: float) -
     if incident.resolved_at is not None:
         raise ByHandError(f"{incident.id} is over since {clock(incident.resolved_at)}: there is nothing to acknowledge")
     until = None if for_s is None else now + for_s
-    return replace(incident, ack=Acknowledgement(by, now, until))
+    return replace(incident, ack=Acknowledgement(by, now, until), untold="")
 
 
 def lapsed(incident: Incident, now: float, *, worse: bool) -> tuple[Incident, str]:

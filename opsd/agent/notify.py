@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opsd.agent.actions import ActionError, Notifier
+from opsd.agent.actions import ACTION_DEADLINE_S, ActionError, Notifier
 from opsd.agent.brief import brief
-from opsd.agent.incidents import Transition, is_over, turn_of
-from opsd.agent.lifecycle import holder, is_current
+from opsd.agent.incidents import Transition, turn_of
+from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
 from opsd.files import read_settings
 from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.runbooks.base import Incident, State
-from opsd.settings.policy import PolicySettings
 from opsd.threads import FairQueue
 
 MAX_WAITING = 100
@@ -25,7 +25,7 @@ MAX_WAITING = 100
 THREADS = 4
 TIMEOUT_S = 10.0
 MAX_OPEN = 1000
-"""Incidents whose annotation is remembered until they end."""
+"""Incidents whose annotation, or page, is remembered."""
 
 
 class AnnotationError(Exception):
@@ -65,55 +65,47 @@ class Background:
         """End once what is queued is sent."""
         self._queue.close(finish=True)
 
-    def _later(self, incident: Incident, work: Callable[[], None]) -> None:
-        if not self._queue.submit(turn_of(incident), partial(self._try, incident.id, work)):
-            self._log.warning(f"{self._what} dropped", incident=incident.id, reason=f"{MAX_WAITING} are waiting")
+    def _later(self, incident: Incident, work: Callable[[], None]) -> Future[str]:
+        """Have ``work`` done; the result is why that failed, "" if it did not."""
+        result = Future[str]()
+        if not self._queue.submit(turn_of(incident), lambda: result.set_result(self._try(incident.id, work))):
+            result.set_result(f"{MAX_WAITING} are waiting")
+            self._log.warning(f"{self._what} dropped", incident=incident.id, reason=result.result())
+        return result
 
-    def _try(self, incident: str, work: Callable[[], None]) -> None:
+    def _try(self, incident: str, work: Callable[[], None]) -> str:
         try:
             work()
         except (ActionError, AnnotationError) as error:
             self._log.warning(f"{self._what} failed", incident=incident, reason=str(error))
+            return str(error)
         except Exception as error:
             reason = f"a bug in opsd: {type(error).__name__}"
             self._log.error(f"{self._what} failed", incident=incident, reason=reason)
+            return reason
+        return ""
 
 
 class Announcer(Background):
-    """Notifies about incidents that open, escalate or end, unless the policy mutes them."""
+    """The one voice about incidents: a page has the advice of the runbook, and the id, by which pages are merged."""
 
-    def __init__(self, notify: Notifier, node: str, log: Log, policy: PolicySettings | None = None) -> None:
+    def __init__(
+        self, notify: Notifier, node: str, log: Log, mode_of: Callable[[str], str] = lambda _: "observe"
+    ) -> None:
         super().__init__("announcement", THREADS, log)
-        self._notify, self._node, self._policy = notify, node, policy or PolicySettings()
+        self._notify, self._node, self._mode_of = notify, node, mode_of
+        self._pages: OrderedDict[str, Future[str]] = OrderedDict()
 
-    def __call__(self, incident: Incident, transition: Transition) -> None:
-        """Queue a notification about ``transition`` of ``incident`` if it is relevant.
-
-        There are none about symptoms, nor about each end of an incident that comes back repeatedly. While an
-        incident is acknowledged, only its end is announced. Once the acknowledgement is over, it is announced again.
-        """
-        over = is_over(incident, transition)
-        again = transition.before is transition.after and not over and not transition.worse
-        if incident.cause is not None or (incident.relapses and over):
-            return
-        if holder(incident) is not None and not over:
-            return
-        if self._policy.muted(incident.kind, transition.at):
-            return
-        told = transition.before is None or over or again or transition.worse or transition.after is State.ESCALATED
-        if not told:
-            return
-        state = "opened" if transition.before is None else "worse" if transition.worse else transition.after.value
-        if over and transition.after is State.ESCALATED:
-            state = "over"
-        text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
-        shown = brief(incident, self._policy.mode_of(incident.kind), self._node)
-        if again and transition.text:
-            text = f"{text}; {transition.text}"
-        if not over:
-            text = f"{text}; costs: {shown.cost}; {shown.acts}; next: {shown.command}"
+    def __call__(self, incident: Incident, news: str) -> None:
+        """Queue a page with ``news`` of ``incident``, see ``agent.incidents.news``."""
+        state, _, why = news.partition("; ")
+        shown = brief(incident, self._mode_of(incident.kind), self._node)
+        said = [f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}", why]
+        if is_current(incident):
+            said += [incident.advice, f"costs: {shown.cost}", shown.acts, f"next: {shown.command}"]
         fields: dict[str, object] = {
             "acts": shown.acts,
+            "advice": incident.advice,
             "command": shown.command,
             "id": incident.id,
             "node": self._node,
@@ -124,7 +116,16 @@ class Announcer(Background):
             "job": incident.job,
             "verdict": incident.verdict,
         }
-        self._later(incident, partial(self._notify, text, fields))
+        page = partial(self._notify, "; ".join(filter(None, said)), fields)
+        self._pages[incident.id] = self._later(incident, page)
+        if len(self._pages) > MAX_OPEN:
+            self._pages.popitem(last=False)
+
+    def wait(self, _text: str, fields: Mapping[str, object]) -> None:
+        """Wait until the newest page about the incident ``fields["id"]`` is out. Raises ActionError if it failed."""
+        page = self._pages.get(str(fields.get("id")))
+        if page is not None and (problem := page.result(ACTION_DEADLINE_S)):
+            raise ActionError(problem)
 
 
 class Annotator(Background):

@@ -15,6 +15,7 @@ HARMLESS = frozenset({"notify"})
 """Verbs that change nothing on the node: no cool-down, no rate limit, and also executed in mode recommend."""
 OF_A_RUN = frozenset({"kill_process", "restart_generation"})
 """Verbs that touch the processes of a run's user; all others that change something are about hardware."""
+DRAIN_OFF = "draining is switched off (policy.drain)"
 UNCONFIRMED = "neither kernel nor driver gives a reason for it now"
 
 
@@ -70,13 +71,15 @@ def decide(
     In mode observe there are no decisions. An attempt is all or nothing: if one of its actions is refused, all are, so
     that no remedy is executed halfway. Notifications stand apart: neither do they refuse the others, nor the reverse.
     ``user_of`` tells whose processes an action is about. Each user has a budget for each kind of incident, and so has
-    the hardware, so that nobody can use up another's. Drains are no decisions where they are switched off.
+    the hardware, so that nobody can use up another's. Where drains are switched off they are recommended, and refuse
+    nothing else.
     """
     if mode == "observe":
         return ()
     muted = policy.muted(incident.kind, now)
     silent = [action for action in actions if muted and action.verb in HARMLESS]
-    actions = [a for a in actions if a not in silent and (policy.drain or a.verb != "drain_node")]
+    off = [action for action in actions if action.verb == "drain_node" and not policy.drain]
+    actions = [action for action in actions if action not in (*silent, *off)]
     checks: tuple[Callable[[Action], str], ...] = (
         lambda action: _unrecorded(action, mode, unrecorded),
         lambda _action: _stale(incident, started_at),
@@ -103,7 +106,8 @@ def decide(
             else Decision(d.action, Ruling.REFUSE, together)
             for d in decisions
         ]
-    return (*decisions, *(Decision(action, Ruling.REFUSE, muted) for action in silent))
+    apart = [(silent, Ruling.REFUSE, muted), (off, Ruling.RECOMMEND, DRAIN_OFF)]
+    return (*decisions, *(Decision(action, ruling, why) for group, ruling, why in apart for action in group))
 
 
 def _unrecorded(action: Action, mode: str, problem: str) -> str:

@@ -116,13 +116,15 @@ class PolicySettings(Section):
         default=(),
         strict=False,
         examples=[({"weekly": "tue 08:00 - tue 10:00", "reason": "service"},)],
-        description="Times at which opsd does nothing and tells nobody: start and end, or weekly (UTC); for kinds.",
+        description="Times at which opsd does nothing and tells nobody: start and end, or weekly (UTC); for kinds. "
+        "An incident still open afterwards is told then.",
     )
     mute: tuple[Silence, ...] = Field(
         default=(),
         strict=False,
         examples=[({"weekly": "sat 00:00 - mon 06:00", "kinds": ("fan_failing",), "reason": "weekend"},)],
-        description="Times at which opsd tells nobody, and does what it may.",
+        description="Times at which opsd tells nobody, and does what it may. An incident still open afterwards is told "
+        "then.",
     )
     drain: bool = Field(
         default=False, description="Let opsd drain its own node in Slurm where a runbook asks for it (mode act)."

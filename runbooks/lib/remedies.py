@@ -13,23 +13,24 @@ from opsd.runbooks.lib.signals import text
 def notify_run(advice: str = "") -> Remedy:
     """A remedy that only notifies about the incident's run, or about this node if it has none.
 
-    ``advice`` follows the summary; {cost} and {culprit} in it are those of the incident.
+    ``advice`` follows the summary.
     """
-    return lambda incident, view: (_notice(text(incident.data, "run") or view.node, incident, advice),)
+    return lambda incident, view: (notice(text(incident.data, "run") or view.node, incident, advice),)
 
 
 def notify_node(advice: str = "", *, swap: bool = False) -> Remedy:
     """The same about this node; with ``swap`` the node is swapped out of its runs as well."""
 
     def remedy(incident: Incident, view: View) -> Sequence[Action]:
-        return (*(swap_out(incident, view) if swap else ()), _notice(view.node, incident, advice))
+        return (*(swap_out(incident, view) if swap else ()), notice(view.node, incident, advice))
 
     return remedy
 
 
-def _notice(target: str, incident: Incident, advice: str) -> Action:
-    said = advice.format(cost=incident.cost.text, culprit=incident.culprit)
-    return Action("notify", target=target, reason=f"{incident.summary}{said}")
+def notice(target: str, incident: Incident, advice: str) -> Action:
+    """Tell people of ``incident``, with the ``advice`` that follows its summary, as ": reboot the node"."""
+    args = {"advice": advice.lstrip(":; ")} if advice else {}
+    return Action("notify", target, args, f"{incident.summary}{advice}")
 
 
 RunRunbook = partial(Runbook, needs=("ranks",), proved_by="run", remedy=notify_run())
@@ -41,7 +42,7 @@ def notify_unsupervised(incident: Incident, view: View) -> Sequence[Action]:
     run = text(incident.data, "run")
     if supervised(view, run):
         return ()
-    return (_notice(run, incident, "; no opsd launcher is there to restart it"),)
+    return (notice(run, incident, "; no opsd launcher is there to restart it"),)
 
 
 def drain_only(incident: Incident, view: View) -> Action:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opsd.agent.actions import Commenter, Drainer, Executor, Notifier, PowerLimiter
-from opsd.agent.incident_manager import IncidentManager, Listener
+from opsd.agent.incident_manager import Announce, IncidentManager, Listener
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
@@ -85,6 +85,7 @@ class Agent:
         drain_node: Drainer | None = None,
         comment_job: Commenter | None = None,
         listeners: Sequence[Listener] = (),
+        announce: Announce = lambda _incident, _news: None,
         clock: FakeClock | None = None,
         interval_s: float = 40.0,
         deadline_s: float = 2.0,
@@ -104,6 +105,7 @@ class Agent:
         self.incident_manager = IncidentManager(
             judge, self.executor, self.journal, SILENT,
             policy=limits.model_copy(update={"mode": mode}), started_at=self.clock.wall(), listeners=listeners,
+            announce=announce,
         )  # fmt: skip
         window = Window("node", seconds=60, witnesses=[c.name for c in collectors] if witnesses is None else witnesses)
         clocks = Clock(self.clock.monotonic, self.clock.wall)

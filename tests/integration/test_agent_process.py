@@ -272,7 +272,8 @@ def test_an_incident_that_gets_worse_is_acted_on(gpu_opsd: Opsd, gpus: Simulated
         assert eventually(lambda: "drain_node" in verbs(), 60), incident()
         assert "Xid 119" in incident()["summary"]
         assert eventually(lambda: any("gpu_xid worse: GPU 0" in str(post["text"]) for post in webhook.posts), 30)
-    assert sum("worse" in str(post["text"]) for post in webhook.posts) == 1
+    assert [post["state"] for post in webhook.posts][:2] == ["opened", "worse"]
+    assert {post["id"] for post in webhook.posts} == {webhook.posts[0]["id"]}
 
 
 def test_a_person_has_an_incident_and_closes_it(gpu_opsd: Opsd, gpus: SimulatedGpus, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from opsd.agent.brief import PLACEHOLDER, brief, fill, values
 from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
 from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import brief_samples
+from opsd.agent.policy import DRAIN_OFF
 from opsd.agent.similar_incidents import nearest, signature, similarity, statistics
 from opsd.agent.web import api
 from opsd.collectors.base import RankFact
@@ -34,6 +35,8 @@ from tests.fakes.incidents import WALL, incident
 
 LIMIT = {"verb": "set_power_limit", "target": "GPU-1", "args": {"gpu": 3, "watts": 595, "restore_watts": 700}}
 
+DRAIN = {"verb": "drain_node", "target": "n17", "args": {"node": "n17"}}
+
 
 def hot(**changes: object) -> Incident:
     """A throttled GPU whose runbook asks for a lower power limit."""
@@ -50,7 +53,12 @@ def hot(**changes: object) -> Incident:
         ("observe", {}, "you act: opsd only observes; it would set the power", "nvidia-smi -i 3 -pl 595"),
         ("recommend", {}, "you act: opsd recommends to set the power limit of GPU 3 to 595", "nvidia-smi -i 3 -pl 595"),
         ("act", {}, "opsd acts: it will set the power limit of GPU 3 to 595 W", "opsd incidents show gpu_throttle-1"),
-        ("act", {"state": State.VERIFYING}, "opsd has acted", "opsd incidents show gpu_throttle-1"),
+        ("act", {"state": State.VERIFYING, "actions": ({**LIMIT, "outcome": "ok"},)}, "opsd has acted",
+         "opsd incidents show gpu_throttle-1"),
+        ("act", {"state": State.VERIFYING, "actions": ({**LIMIT, "outcome": "failed", "detail": "no driver"},)},
+         "you act: opsd could not set the power limit of GPU 3 to 595 W (no driver)", "nvidia-smi -i 3 -pl 595"),
+        ("act", {"proposed": (DRAIN, LIMIT), "actions": ({**DRAIN, "detail": DRAIN_OFF},)},
+         "opsd acts: it will set the power limit of GPU 3 to 595 W", "opsd incidents show gpu_throttle-1"),
         ("act", {"state": State.ESCALATED, "verdict": "not over"}, "you act: opsd could not end it (not over)",
          "nvidia-smi -i 3 -pl 595"),
         ("act", {"actions": ({"verb": "set_power_limit", "outcome": "refused", "detail": "maintenance"},)},

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from http.client import HTTPException
-from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.agent.actions import ActionError
-from opsd.agent.incidents import Transition
+from opsd.agent.incidents import Transition, news
 from opsd.agent.logs import Log
 from opsd.agent.notify import MAX_WAITING, Annotator, Announcer, Notifications
 from opsd.config import ConfigError, load
@@ -105,38 +104,42 @@ def test_an_environment_in_which_nothing_can_be_posted_is_a_sentence(
         Notifications(SILENT, webhook.url)("x", {})
 
 
-def test_people_hear_of_beginning_and_end_and_not_of_the_steps_between() -> None:
-    """Opened, escalated, worse and resolved are announced; verifying and a second attempt are not."""
-    told: list[str] = []
-    announce = Announcer(lambda text, fields: told.append(text), "n17", SILENT)
-    states = [None, State.OPEN, State.ACTING, State.VERIFYING, State.OPEN, State.ESCALATED]
-    for before, after in pairwise(states):
-        assert after is not None
-        announce(incident(), Transition("i", "trouble", before, after, 1.0, ""))
-    announce(incident(severity=Severity.CRITICAL), Transition("i", "t", State.OPEN, State.OPEN, 1.0, "", worse=True))
-    assert eventually(lambda: len(told) == 3)
-    assert [text.partition(": GPU")[0] for text in told] == [
-        "[warning] n17: trouble opened",
-        "[warning] n17: trouble escalated",
-        "[critical] n17: trouble worse",
-    ]
+ACTED = ({"verb": "kill_process", "outcome": "ok", "at": 1.0},)
+FAILED = ({"verb": "drain_node", "outcome": "failed", "at": 1.0},)
+TOLD = ({"verb": "notify", "outcome": "ok", "at": 1.0},)
 
 
-def test_people_who_were_called_hear_when_it_is_over() -> None:
-    """Or that it was given up, which is no good news; what comes and goes is not told each time."""
-    told: list[str] = []
-    announce = Announcer(lambda text, fields: told.append(text), "n17", SILENT)
-    over = Transition("i", "trouble", State.ESCALATED, State.ESCALATED, 1.0, "")
-    announce(incident(resolved_at=1.0, relapses=3), over)
-    announce(incident(resolved_at=1.0), over)
-    announce(incident(resolved_at=1.0), Transition("i", "trouble", State.VERIFYING, State.ESCALATED, 1.0, ""))
-    announce(incident(resolved_at=1.0), Transition("i", "trouble", State.VERIFYING, State.UNPROVEN, 1.0, ""))
-    assert eventually(lambda: len(told) == 3)
-    assert [text.partition(": GPU")[0] for text in told] == [
-        "[warning] n17: trouble over",
-        "[warning] n17: trouble escalated",
-        "[warning] n17: trouble unproven",
-    ]
+@pytest.mark.parametrize(
+    ("before", "after", "changes", "said"),
+    [
+        (None, State.OPEN, {}, "opened"),
+        (State.OPEN, State.ACTING, {"actions": ACTED}, ""),
+        (State.ACTING, State.VERIFYING, {"actions": ACTED}, ""),
+        (State.ACTING, State.VERIFYING, {"actions": FAILED}, "failed"),
+        (State.ACTING, State.VERIFYING, {"actions": (*FAILED, {**ACTED[0], "at": 2.0})}, ""),
+        (State.VERIFYING, State.OPEN, {"actions": ACTED}, ""),
+        (State.VERIFYING, State.ESCALATED, {"actions": ACTED}, "escalated"),
+        (State.VERIFYING, State.ESCALATED, {"actions": FAILED}, ""),
+        (State.VERIFYING, State.ESCALATED, {"actions": TOLD}, ""),
+        (State.RESOLVED, State.ESCALATED, {"relapses": 3}, "escalated"),
+        (State.OPEN, State.OPEN, {}, "open; why"),
+        (State.OPEN, State.RESOLVED, {"resolved_at": 1.0}, "resolved"),
+        (State.ESCALATED, State.ESCALATED, {"resolved_at": 1.0}, "over"),
+        (State.ESCALATED, State.ESCALATED, {"resolved_at": 1.0, "relapses": 3}, ""),
+        (State.VERIFYING, State.ESCALATED, {"resolved_at": 1.0}, "escalated"),
+        (State.VERIFYING, State.UNPROVEN, {"resolved_at": 1.0}, "unproven"),
+        (State.OPEN, State.RESOLVED, {"resolved_at": 1.0, "untold": "opened"}, ""),
+        (State.OPEN, State.RESOLVED, {"resolved_at": 1.0, "untold": "worse"}, "resolved"),
+    ],
+)
+def test_people_hear_of_what_changes_something_for_them(
+    before: State | None, after: State, changes: Mapping[str, object], said: str
+) -> None:
+    """Beginning and end, also of what was given up; and that opsd, which was to act, has not ended it."""
+    found = incident(**{"actions": (), **changes})
+    assert news(found, Transition("i", "trouble", before, after, 1.0, "why")) == said
+    worse = Transition("i", "trouble", before, after, 1.0, "why", worse=True)
+    assert before is None or "resolved_at" in changes or news(found, worse) == "worse"
 
 
 @pytest.mark.parametrize("error", [ActionError("the webhook could not be reached: ConnectTimeout"), KeyError("x")])
@@ -151,7 +154,7 @@ def test_a_notifier_that_fails_does_not_end_the_announcements(error: Exception) 
 
     announce = Announcer(flaky, "n17", SILENT)
     for _ in range(2):
-        announce(incident(), Transition("i", "trouble", None, State.OPEN, 1.0, ""))
+        announce(incident(), "opened")
     assert eventually(lambda: len(told) == 2)
 
 
@@ -165,10 +168,9 @@ def test_runs_without_number_do_not_delay_what_is_said_of_the_node() -> None:
         told.append(text)
 
     announce = Announcer(slow, "n17", Log(said.append))
-    opened = Transition("i", "trouble", None, State.OPEN, 1.0, "")
     for _ in range(2 * MAX_WAITING):
-        announce(incident(run="gpu_xid"), opened)
-    announce(incident("x", kind="gpu_xid"), opened)
+        announce(incident(run="gpu_xid"), "opened")
+    announce(incident("x", kind="gpu_xid"), "opened")
     assert sum(line["event"] == "announcement dropped" for line in said) >= MAX_WAITING - 1
     assert eventually(lambda: [text.partition(": GPU")[0] for text in told] == ["[warning] n17: gpu_xid opened"])
     gate.set()
@@ -319,7 +321,7 @@ def test_the_agent_tells_what_apprise_knows(internet: Internet, url: str, host: 
     """Slack, Teams and PagerDuty get an incident from the agent, in the form that apprise has for each."""
     pytest.importorskip("apprise")
     announce = Announcer(Notifications(SILENT, url), "n17", SILENT)
-    announce(incident(severity=Severity.CRITICAL), Transition("i", "trouble", None, State.OPEN, 1.0, ""))
+    announce(incident(severity=Severity.CRITICAL), "opened")
     assert eventually(lambda: bool(internet.messages), 60)
     ((told, message),) = internet.messages
     assert told == host and "trouble opened" in json.dumps(message)

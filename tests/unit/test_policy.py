@@ -129,12 +129,16 @@ def test_hardware_is_changed_only_on_the_word_of_kernel_or_driver() -> None:
 
 
 def test_a_node_is_drained_only_where_that_was_allowed() -> None:
-    """Elsewhere it is nothing to recommend or to refuse, and the rest is done."""
+    """Elsewhere it is recommended, and the rest is done."""
     drain, notice = Action("drain_node", "n1", {"node": "n1"}), Action("notify", "n1")
-    for allowed, verbs in ((False, ["notify"]), (True, ["drain_node", "notify"])):
+    told = (notice, Ruling.RUN, "")
+    for allowed, wanted in (
+        (False, [told, (drain, Ruling.RECOMMEND, "draining is switched off (policy.drain)")]),
+        (True, [(drain, Ruling.RUN, ""), told]),
+    ):
         limits = PolicySettings(drain=allowed)
         decisions = decide(INCIDENT, (drain, notice), "act", (), limits, START, NOW, confirmed=(drain,))
-        assert [(d.action.verb, d.verdict) for d in decisions] == [(verb, Ruling.RUN) for verb in verbs]
+        assert [(d.action, d.verdict, d.reason) for d in decisions] == wanted
 
 
 def test_nothing_is_done_about_what_happened_before_the_agent_started() -> None:
