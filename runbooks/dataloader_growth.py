@@ -143,10 +143,4 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return (max(recent) if period else median(recent)) <= (number(data, "limit") or 0.0)
 
 
-RUNBOOK = RunRunbook(
-    first=("opsd diagnose",),
-    detect=_detect,
-    healed=_healed,
-    clear_after_s=20.0,
-    verify_s=3600.0,
-)
+RUNBOOK = RunRunbook(first=("opsd diagnose",), detect=_detect, healed=_healed, clear_after_s=20.0, verify_s=3600.0)

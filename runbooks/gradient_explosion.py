@@ -47,9 +47,5 @@ def _healed(incident: Incident, _view: View, leader: RankFact) -> bool:
 
 
 RUNBOOK = RunRunbook(
-    first=("opsd report RUN_FOLDER --text",),
-    detect=_detect,
-    healed=_healed,
-    clear_after_s=10.0,
-    verify_s=1800.0,
+    first=("opsd report RUN_FOLDER --text",), detect=_detect, healed=_healed, clear_after_s=10.0, verify_s=1800.0
 )

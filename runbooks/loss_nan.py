@@ -105,9 +105,5 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    first=("opsd checkpoint list FOLDER",),
-    detect=_detect,
-    remedy=_remedy,
-    healed=_healed,
-    verify_s=900.0,
+    first=("opsd checkpoint list FOLDER",), detect=_detect, remedy=_remedy, healed=_healed, verify_s=900.0
 )

@@ -155,9 +155,5 @@ def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
 
 
 RUNBOOK = RunRunbook(
-    first=("opsd report RUN_FOLDER --text",),
-    detect=_detect,
-    healed=_healed,
-    clear_after_s=30.0,
-    verify_s=3600.0,
+    first=("opsd report RUN_FOLDER --text",), detect=_detect, healed=_healed, clear_after_s=30.0, verify_s=3600.0
 )

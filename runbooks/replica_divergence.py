@@ -147,10 +147,5 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 RUNBOOK = Runbook(
-    detect=_detect,
-    remedy=_remedy,
-    healed=run_recovered,
-    needs=("ranks",),
-    clear_after_s=10.0,
-    verify_s=900.0,
+    detect=_detect, remedy=_remedy, healed=run_recovered, needs=("ranks",), clear_after_s=10.0, verify_s=900.0
 )

@@ -107,9 +107,4 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-RUNBOOK = RunRunbook(
-    first=("opsd report RUN",),
-    detect=_detect,
-    healed=_healed,
-    verify_s=3600.0,
-)
+RUNBOOK = RunRunbook(first=("opsd report RUN",), detect=_detect, healed=_healed, verify_s=3600.0)

@@ -76,9 +76,5 @@ def _healed(_incident: Incident, view: View, leader: RankFact) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    first=("opsd report RUN_FOLDER --text",),
-    detect=_detect,
-    healed=_healed,
-    clear_after_s=10.0,
-    verify_s=1800.0,
+    first=("opsd report RUN_FOLDER --text",), detect=_detect, healed=_healed, clear_after_s=10.0, verify_s=1800.0
 )

@@ -99,16 +99,10 @@ class Daemon:
             self._loop.others.append(lambda: seconds.samples(self._loop.snapshot))
         self._facts = {"node": agent.node, "started_at": time.time(), **_policy_facts(settings)}
         self._app = App(
-            lambda: self._loop.snapshot,
-            self._facts,
-            stale_s=max(5.0, 3 * agent.interval_s),
-            history=self._history,
-            ledgers=ledgers,
-            job_nodes=peers.jobs if peers else None,
-            fleet=peers.fleet if peers else None,
-            config=self._reloader.status,
-            job_label=agent.job_label,
-        )
+            lambda: self._loop.snapshot, self._facts, stale_s=max(5.0, 3 * agent.interval_s), history=self._history,
+            ledgers=ledgers, job_nodes=peers.jobs if peers else None, fleet=peers.fleet if peers else None,
+            config=self._reloader.status, job_label=agent.job_label,
+        )  # fmt: skip
         self._orders.take(settings)
 
     def run(self, stop: threading.Event) -> None:

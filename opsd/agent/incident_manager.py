@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,16 +20,7 @@ from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome, unfinished
 from opsd.agent.logs import Log
-from opsd.agent.policy import (
-    HARMLESS,
-    OF_A_RUN,
-    UNCONFIRMED,
-    Decision,
-    PastAction,
-    Ruling,
-    decide,
-    needs_witness,
-)
+from opsd.agent.policy import HARMLESS, OF_A_RUN, UNCONFIRMED, Decision, PastAction, Ruling, decide, needs_witness
 from opsd.agent.repairs import Repairs
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.window import Window
@@ -120,8 +112,10 @@ _OVER_QUOTA: Mapping[int | None, str] = {
     OTHERS: f"all users without a rank on a GPU have {MAX_OF_OTHERS} incidents together",
 }
 Listener = Callable[[Incident, Transition], None]
-Announce = Callable[[Incident, str], None]
-"""Tells people of an incident, with the news as ``incidents.news`` has them."""
+Announce = Callable[[Incident, str], Future[str] | None]
+"""Tells people of an incident, with the news as ``incidents.news`` has them; the result is why that failed, or ""."""
+TELL_AGAIN_S: Final = 30.0
+"""A page that no receiver has taken is sent again after so many seconds."""
 
 
 class IncidentManager:
@@ -159,6 +153,8 @@ class IncidentManager:
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
         self._unprovable: dict[str, float] = {}
+        self._pages: dict[str, tuple[Future[str], str]] = {}
+        self._tell_again: dict[str, float] = {}
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
         self._users: Mapping[str, int | None] = {}
         """Whose each run on the node is."""
@@ -246,6 +242,7 @@ class IncidentManager:
             self._end(incident)
         for name in before.closed.keys() - self._book.closed.keys():
             self._journal.incident(lifecycle.gone(before.closed[name], view.wall))
+        self._take_back_pages(view.wall)
         self._act(view, remedies)
         for incident in self.current:
             if incident.untold:
@@ -505,10 +502,21 @@ class IncidentManager:
     def _page(self, incident: Incident, wall: float) -> Incident:
         """Tell people what they have not been told yet, unless somebody has it, it is a symptom, or that is muted."""
         silent = incident.cause is not None or lifecycle.holder(incident) or self.policy.muted(incident.kind, wall)
-        if silent or not incident.untold:
+        if silent or not incident.untold or abs(wall - self._tell_again.get(incident.id, 0.0)) < TELL_AGAIN_S:
             return incident
-        self._announce(incident, incident.untold)
+        if (page := self._announce(incident, incident.untold)) is not None:
+            self._pages[incident.id] = page, incident.untold
         return replace(incident, untold="")
+
+    def _take_back_pages(self, wall: float) -> None:
+        """What no receiver has taken people have not been told, also by an agent after this one."""
+        for id, (page, news) in [*self._pages.items()]:
+            if page.done():
+                del self._pages[id]
+                self._tell_again.pop(id, None)
+                if page.result() and (incident := self._find(id)) is not None:
+                    self._tell_again[id] = wall
+                    self._put(replace(incident, untold=incident.untold or news))
 
     def _record(self, incident: Incident, wall: float) -> None:
         """Write the incident to the journal if anything but its times has changed, and periodically."""

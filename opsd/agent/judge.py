@@ -78,15 +78,11 @@ class Judge:
         self.runbooks = {runbook.kind: runbook for runbook in runbooks}
         self.rules = {
             r.kind: IncidentRules(
-                r.open_after_s,
-                r.clear_after_s,
-                r.verify_s,
-                r.max_attempts,
-                hold_s if r.hold_s is None else r.hold_s,
-                max_relapses,
+                r.open_after_s, r.clear_after_s, r.verify_s, r.max_attempts,
+                hold_s if r.hold_s is None else r.hold_s, max_relapses,
             )
             for r in self.runbooks.values()
-        }
+        }  # fmt: skip
         self.told_by_users = frozenset(r.kind for r in runbooks if r.told_by_runs or "ranks" in r.needs)
         self.errors: Counter[str] = Counter()
         self._log, self._used_s = log, used_s or ProcessorTime()

@@ -47,7 +47,9 @@ class Notifications:
             if self._where:
                 send_to_all(str(self._where), text, fields)
         except NotifyError as error:
-            raise ActionError(str(error)) from error
+            if not error.heard:  # what somebody has heard is not sent again
+                raise ActionError(str(error)) from error
+            self._log.warning("a receiver has not taken a notification", reason=str(error))
 
 
 class Background:
@@ -96,30 +98,23 @@ class Announcer(Background):
         self._notify, self._node, self._mode_of = notify, node, mode_of
         self._pages: OrderedDict[str, Future[str]] = OrderedDict()
 
-    def __call__(self, incident: Incident, news: str) -> None:
-        """Queue a page with ``news`` of ``incident``, see ``agent.incidents.news``."""
+    def __call__(self, incident: Incident, news: str) -> Future[str]:
+        """Queue a page with ``news`` of ``incident``, see ``agent.incidents.news``; the result is why that failed."""
         state, _, why = news.partition("; ")
         shown = brief(incident, self._mode_of(incident.kind), self._node)
         said = [f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}", why]
         if is_current(incident):
             said += [incident.advice, f"costs: {shown.cost}", shown.acts, f"next: {shown.command}"]
         fields: dict[str, object] = {
-            "acts": shown.acts,
-            "advice": incident.advice,
-            "command": shown.command,
-            "id": incident.id,
-            "node": self._node,
-            "kind": incident.kind,
-            "severity": incident.severity.value,
-            "state": state,
-            "culprit": str(incident.culprit),
-            "job": incident.job,
-            "verdict": incident.verdict,
-        }
+            "acts": shown.acts, "advice": incident.advice, "command": shown.command, "id": incident.id,
+            "node": self._node, "kind": incident.kind, "severity": incident.severity.value, "state": state,
+            "culprit": str(incident.culprit), "job": incident.job, "verdict": incident.verdict,
+        }  # fmt: skip
         page = partial(self._notify, "; ".join(filter(None, said)), fields)
-        self._pages[incident.id] = self._later(incident, page)
+        sent = self._pages[incident.id] = self._later(incident, page)
         if len(self._pages) > MAX_OPEN:
             self._pages.popitem(last=False)
+        return sent
 
     def wait(self, _text: str, fields: Mapping[str, object]) -> None:
         """Wait until the newest page about the incident ``fields["id"]`` is out. Raises ActionError if it failed."""

@@ -36,7 +36,11 @@ Body = Callable[[str, Mapping[str, object]], Mapping[str, Any]]
 
 
 class NotifyError(Exception):
-    """A message was not taken; the reason is one sentence, without the URL."""
+    """A message was not taken; the reason is one sentence, without the URL. ``heard``: another receiver has it."""
+
+    def __init__(self, reason: str, *, heard: bool = False) -> None:
+        super().__init__(reason)
+        self.heard = heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +103,14 @@ def type_of(fields: Mapping[str, object]) -> str:
 
 def send_to_all(where: str, text: str, fields: Mapping[str, object]) -> None:
     """Deliver one message to all receivers that ``where`` names. Raises NotifyError once all have been tried."""
-    failed = []
-    for receiver in read_receivers(where):
+    failed, receivers = [], read_receivers(where)
+    for receiver in receivers:
         try:
             receiver.send(text, fields)
         except NotifyError as error:
             failed.append(f"{receiver.name}: {error}")
     if failed:
-        raise NotifyError("; ".join(failed))
+        raise NotifyError("; ".join(failed), heard=len(failed) < len(receivers))
 
 
 def read_receivers(where: str) -> list[Receiver]:

@@ -296,20 +296,11 @@ def ranks(snapshot: Snapshot, job: str = "") -> bytes:
 def _rank(rank: RankFact, now: float) -> dict[str, Any]:
     last = rank.steps[-1] if rank.steps else None
     return {
-        "run": rank.run,
-        "rank": rank.rank,
-        "generation": rank.generation,
-        "gpu": rank.gpu,
-        "pid": rank.pid,
-        "live": rank.live,
-        "process": rank.process,
-        "phase": rank.phase,
-        "phase_s": round(now - rank.phase_since, 3),
-        "step": last.step if last else None,
-        "step_s": round(last.duration_s, 6) if last else None,
-        "committed_step": rank.committed_step,
-        "planned_step": rank.planned,
-    }
+        "run": rank.run, "rank": rank.rank, "generation": rank.generation, "gpu": rank.gpu, "pid": rank.pid,
+        "live": rank.live, "process": rank.process, "phase": rank.phase, "phase_s": round(now - rank.phase_since, 3),
+        "step": last.step if last else None, "step_s": round(last.duration_s, 6) if last else None,
+        "committed_step": rank.committed_step, "planned_step": rank.planned,
+    }  # fmt: skip
 
 
 class Record(NamedTuple):
