@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import socket
 import socketserver
 import subprocess
@@ -64,13 +65,17 @@ def test_the_address_can_be_in_a_file(webhook: Webhook, tmp_path: Path) -> None:
     assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"]
 
 
-def test_each_receiver_hears_of_it_also_after_another_has_failed(webhook: Webhook, tmp_path: Path) -> None:
-    """The error names the one that has not."""
-    file = tmp_path / "webhook"
-    file.write_text(f"# ours\nhttp://127.0.0.1:1/s3cret\n{webhook.url}\n", encoding="utf-8")
-    with pytest.raises(ActionError, match=r"^127\.0\.0\.1: the webhook could not be reached: Connection refused$"):
-        Notifications(SILENT, file)("GPU 3 is hot", {})
-    assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"]
+@pytest.mark.parametrize("heard", [False, True])
+def test_each_receiver_hears_of_it_also_after_another_has_failed(webhook: Webhook, tmp_path: Path, heard: bool) -> None:
+    """The log names the one that has not. If none has, that is an error, and all are tried again later."""
+    file, logged = tmp_path / "webhook", list[Mapping[str, object]]()
+    file.write_text(f"# ours\nhttp://127.0.0.1:1/s3cret\n{webhook.url if heard else ''}\n", encoding="utf-8")
+    failed = "127.0.0.1: the webhook could not be reached: Connection refused"
+    notify = Notifications(Log(logged.append), file)
+    with contextlib.nullcontext() if heard else pytest.raises(ActionError, match=f"^{re.escape(failed)}$"):
+        notify("GPU 3 is hot", {})
+    assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"] * heard
+    assert [entry["reason"] for entry in logged if "reason" in entry] == [failed] * heard
 
 
 def test_a_webhook_that_refuses_or_is_gone_does_not_leak_its_address(webhook: Webhook) -> None:

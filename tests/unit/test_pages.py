@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from opsd.agent.actions import ActionError, Drainer
 from opsd.agent.brief import brief
 from opsd.agent.incident_manager import TELL_AGAIN_S
-from opsd.agent.notify import Announcer, Notifications
+from opsd.agent.notify import Announcer
 from opsd.collectors.base import Reading
 from opsd.runbooks.base import Action, Evidence, Finding, Incident, State, View
 from opsd.runbooks.lib.remedies import notice
@@ -21,7 +20,6 @@ from opsd.slurm.port import SlurmError
 from tests.fakes.clock import eventually
 from tests.fakes.collectors import SILENT, Agent, FakeCollector, runbook
 from tests.fakes.incidents import finding
-from tests.fakes.webhook import Webhook
 
 ADVICE = ": have the drive replaced"
 LIMITS = PolicySettings(cooldown_s=0, drain=True)
@@ -126,19 +124,6 @@ def test_a_page_that_nobody_got_is_sent_again(tmp_path: Path, restarts: bool) ->
         pager.restart("observe")
     pager.agent.tick(int(TELL_AGAIN_S) * 3)
     assert pager.told(*["opened"] * (failed + 1))
-
-
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_receiver_that_fails_costs_the_others_nothing(tmp_path: Path, taken: int) -> None:
-    """They would hear of the same each time that it is tried again."""
-    receiver = Webhook()
-    (tmp_path / "urls").write_text("\n".join(["http://127.0.0.1:9/none", *[receiver.url] * taken]))
-    (tmp_path / "urls").chmod(0o600)
-    notify = Notifications(SILENT, tmp_path / "urls")
-    with nullcontext() if taken else pytest.raises(ActionError, match=r"127\.0\.0\.1"):
-        notify("text", {"id": "one"})
-    assert len(receiver.posts) == taken
-    receiver.shutdown()
 
 
 @pytest.mark.parametrize(("mode", "drains"), [("recommend", False), ("act", False), ("act", True)])
