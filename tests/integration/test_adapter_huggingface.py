@@ -254,9 +254,9 @@ def test_ranks_count_their_own_tokens_of_trl(tmp_path: Path, method: str) -> Non
 TRL_RANK = """
 import json, os
 from pathlib import Path
-import test_adapter_trl
+import test_adapter_huggingface
 folder = Path({folder!r})
-trainer = test_adapter_trl.{method}(folder / "out")
+trainer = test_adapter_huggingface.{method}(folder / "out")
 trainer.train()
 if os.environ["RANK"] == "0":
     logged = [line["num_tokens"] for line in trainer.state.log_history if "num_tokens" in line]
