@@ -57,10 +57,10 @@ def is_over(incident: Incident, transition: Transition) -> bool:
 
 
 def news(incident: Incident, transition: Transition) -> str:
-    """What people are to be told of ``transition``: "opened", "worse", "open; WHY", "failed", the end; "" for nothing.
+    """What people are to be told of ``transition``, which is the state on their page; "" for nothing.
 
-    Once they know of an incident they hear of it again if it is worse, if nobody has it any more, and if opsd, which
-    was to act, cannot end it. There is no end of what they do not know of, nor each end of what comes and goes.
+    They hear of an incident again if it is worse, if nobody has it any more, or if opsd was to act and could not end
+    it. They hear of its end if they know of it, but only of the first end of one that comes and goes.
     """
     over = is_over(incident, transition)
     if not lifecycle.is_current(incident):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from opsd.ports import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus
-from tests.fakes.clock import eventually
+from tests.fakes.clock import eventually, until
 
 
 class Opsd:
@@ -66,3 +66,24 @@ class Opsd:
     def shows(self, *lines: str) -> Callable[[], bool]:
         """Whether all ``lines`` are among the metrics."""
         return lambda: set(lines) <= set((self.get("/metrics") or "").splitlines())
+
+
+_DEAD_BUT_FOR_A_THREAD = """
+import ctypes, fcntl, os, sys, threading, time
+fcntl.flock(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("locked", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@contextlib.contextmanager
+def stuck_agent(folder: Path) -> Iterator[int]:
+    """A process that has the journal in ``folder`` and is not ended yet, as one that waits for a disk; its number."""
+    command = [sys.executable, "-c", _DEAD_BUT_FOR_A_THREAD, str(folder / "journal.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        until(lambda: " Z " in Path(f"/proc/{process.pid}/stat").read_text())
+        yield process.pid
+        process.kill()

@@ -19,6 +19,7 @@ from opsd.settings.policy import PolicySettings
 from tests.fakes.clock import FakeClock, until
 from tests.fakes.collectors import Agent, FakeCollector, runbook
 from tests.fakes.incidents import WALL, finding, incident
+from tests.fakes.process import stuck_agent
 
 LOWER = Action("set_power_limit", "gpu0", {"gpu": 0, "watts": 500}, "too hot")
 KILL = Action("kill_process", "r", {"run": "r", "rank": 0, "pid": 7}, "hangs")
@@ -183,23 +184,17 @@ def test_a_signal_is_not_sent_twice() -> None:
     assert why_not("trouble", record | {"verb": "drain_node"}, PolicySettings(mode="act"), WALL + 5) == ""
 
 
-@pytest.fixture
-def _hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that has the journal waits for a disk, and cannot be ended."""
-    monkeypatch.setattr("opsd.agent.store._state", lambda _pid: "D")
-
-
-@pytest.mark.usefixtures("_hangs")
 def test_a_budget_that_was_read_late_counts(node: Node) -> None:
     """Another agent had the state folder when this one started."""
     other = node.agent()
     past = [PastAction("trouble", "kill_process", str(number), node.clock.wall()) for number in range(3)]
     for action in past:
         assert other.journal.action("a", action).wait(20)
-    agent = node.agent(limits=PolicySettings(cooldown_s=0, max_actions_per_hour=3))
-    agent.tick(2)
-    assert node.limits == []
     other.journal.close(20)
+    with stuck_agent(node.folder):
+        agent = node.agent(limits=PolicySettings(cooldown_s=0, max_actions_per_hour=3))
+        agent.tick(2)
+        assert node.limits == []
     until(lambda: not agent.journal.problem)
     agent.tick(3)
     (incident,) = agent.incident_manager.current
@@ -209,7 +204,6 @@ def test_a_budget_that_was_read_late_counts(node: Node) -> None:
     assert node.limits == []
 
 
-@pytest.mark.usefixtures("_hangs")
 def test_incidents_that_were_read_late_are_continued_or_ended(node: Node) -> None:
     """The one that was opened again meanwhile goes on under its new id; neither stays current twice."""
     other = node.agent()
@@ -218,10 +212,11 @@ def test_incidents_that_were_read_late_are_continued_or_ended(node: Node) -> Non
     for old in (same, incident("else", key="gpu7")):
         other.journal.incident(old)
     assert other.journal.flush(20)
-    agent = node.agent(mode="observe")
-    agent.tick(2)
-    (new,) = agent.incident_manager.current
     other.journal.close(20)
+    with stuck_agent(node.folder):
+        agent = node.agent(mode="observe")
+        agent.tick(2)
+        (new,) = agent.incident_manager.current
     until(lambda: not agent.journal.problem)
     agent.tick(2)
     assert {i.id for i in agent.incident_manager.current} == {new.id, "else"}

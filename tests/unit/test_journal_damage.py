@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
@@ -22,6 +20,7 @@ from opsd.agent.store import SCHEMA_VERSION, JournalContent, to_document
 from opsd.runbooks.base import Closing, Cost, State
 from tests.fakes.clock import until
 from tests.fakes.incidents import WALL, incident
+from tests.fakes.process import stuck_agent
 
 PATIENCE_S = 60.0
 
@@ -198,31 +197,17 @@ def test_times_to_come_are_those_of_now(tmp_path: Path) -> None:
     assert past.at <= time.time()
 
 
-DEAD_BUT_FOR_A_THREAD = """
-import ctypes, fcntl, os, sys, threading, time
-fcntl.flock(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)
-threading.Thread(target=time.sleep, args=(60,)).start()
-print("locked", flush=True)
-ctypes.CDLL(None).pthread_exit(None)
-"""
-
-
 def test_what_a_late_journal_remembers_is_taken_in(tmp_path: Path) -> None:
     """An earlier agent could not be ended, as one that waits for a disk; what it did counts as soon as it is read."""
     keep(tmp_path, "r")
     memory = tmp_path / "memory"
     memory.mkdir()
     IncidentCopy(memory).save([incident("copied")])
-    command = [sys.executable, "-c", DEAD_BUT_FOR_A_THREAD, str(tmp_path / "journal.lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as earlier:
-        assert earlier.stdout is not None
-        assert earlier.stdout.readline()
-        assert until(lambda: " Z " in Path(f"/proc/{earlier.pid}/stat").read_text())
+    with stuck_agent(tmp_path) as earlier:
         second = Journal(tmp_path, Log(), retry_s=0.05, memory=memory)
         assert second.open(PATIENCE_S) == JournalContent(current=(incident("copied"),))
-        assert f"in use by another agent (process {earlier.pid})" in second.problem
+        assert f"in use by another agent (process {earlier})" in second.problem
         assert second.remembered() is None
-        earlier.kill()
     content = until(second.remembered)
     assert content is not None
     assert [past.target for past in content.actions] == ["r"]
